@@ -48,8 +48,8 @@ def find_gguf() -> Path:
 def load_gguf(path: Path) -> tuple[Any, Any]:
     """The model in bfloat16 and its tokenizer.
 
-    ``dequantize`` is what makes a plain model of it: without it the model keeps packed weights where
-    a kernel for them is installed, and is marked as quantised, which ``save_pretrained`` refuses.
+    ``dequantize`` makes a plain model of it: without it the model keeps packed weights where a
+    kernel for them is installed, and is marked as quantised, which ``save_pretrained`` refuses.
     """
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, GgufConfig
