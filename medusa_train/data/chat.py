@@ -1,0 +1,243 @@
+"""Conversations and text to token ids with the exact loss mask.
+
+The mask comes from the tokens, not from markers in the template: render the conversation before an
+answer with the generation prompt, then with the answer; what the second adds, up to and including
+the end-of-turn token, is what the model would have to emit, and nothing else is supervised.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from medusa_train.data.mask import EncodedRow, Turn, common_prefix, first_stop, rows_of_turns
+from medusa_train.data.template import PROBES, ChatTemplate, TemplateRefusedError
+from medusa_train.run_dir import fingerprint
+
+
+class ChatTokenizer:
+    """A tokenizer, its chat template with its variables, and the model's stop ids.
+
+    Args:
+        tokenizer: the base model's.
+        chat_template: the text of a Jinja template that replaces the tokenizer's own.
+        chat_template_kwargs: variables for the template, the same for every conversation.
+        stop_ids: the ids at which the model's generation stops, see :func:`stop_token_ids`.
+
+    Attributes:
+        vocab_size: the number of the tokenizer's ids; greater ids are no tokens.
+        template: the template, which may have no text: then only plain text can be encoded.
+
+    Raises:
+        InputError: the template has a syntax error.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        stop_ids: Sequence[int],
+        chat_template: str | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.stop_ids = frozenset(stop_ids)
+        self.chat_template_kwargs = dict(chat_template_kwargs or {})
+        self.template = ChatTemplate(
+            tokenizer, text=chat_template, variables=self.chat_template_kwargs
+        )
+        self.vocab_size = len(tokenizer)
+
+    @property
+    def has_template(self) -> bool:
+        """Whether chats can be encoded at all."""
+        return self.template.text is not None
+
+    @cached_property
+    def chat_template_hash(self) -> str | None:
+        """A hash of the template's text; None without a template."""
+        return None if self.template.text is None else fingerprint(self.template.text)
+
+    @cached_property
+    def tokenizer_hash(self) -> str:
+        """A hash of everything that decides the ids of a text."""
+        backend = getattr(self.tokenizer, "backend_tokenizer", None)
+        if backend is None:
+            return fingerprint([self.tokenizer.get_vocab(), self.tokenizer.special_tokens_map])
+        state = json.loads(backend.to_str())
+        # How the last batch was padded is state of the object, not of the tokenizer.
+        return fingerprint({k: v for k, v in state.items() if k not in {"padding", "truncation"}})
+
+    @cached_property
+    def rewrites_history(self) -> bool:
+        """Whether the template renders earlier answers unlike the last one (strips reasoning, say).
+
+        Such conversations become one row per answer. Found once, with a probe; the tokens of every
+        conversation are compared all the same.
+        """
+        turns = []
+        for question, answer in (PROBES[:2], PROBES[2:4]):
+            reasoned = f"<think>\nso\n</think>\n\n{answer}"
+            turns.append({"role": "user", "content": question})
+            turns.append({"role": "assistant", "content": reasoned})
+        try:
+            return len(self.encode_conversation(turns)) > 1
+        except TemplateRefusedError:
+            return False
+
+    def encode_prompt(
+        self, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Any] | None = None
+    ) -> list[int]:
+        """The ids of ``messages`` with the generation prompt, as ``apply_chat_template`` gives.
+
+        Raises:
+            TemplateRefusedError: the template raised an error.
+            InputError: there is no template.
+        """
+        prepared = self.template.prepare(messages)
+        return self._tokenise([self.template.render(prepared, prompt=True, tools=tools)])[0]
+
+    def encode_conversation(
+        self, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Any] | None = None
+    ) -> list[EncodedRow]:
+        """The rows of a conversation with the exact mask; what follows its last answer is left out.
+
+        One row, unless the template rewrites earlier turns (or joins tokens across a turn's
+        border): then one row per answer, each with the ids that a server would have seen.
+
+        Raises:
+            TemplateRefusedError: the template raised an error.
+            InputError: there is no template.
+        """
+        prepared = self.template.prepare(messages)
+        answers = [i for i, message in enumerate(prepared) if message["role"] == "assistant"]
+        texts: list[str] = []
+        for index in answers:
+            texts.append(self.template.render(prepared[:index], prompt=True, tools=tools))
+            texts.append(self.template.render(prepared[: index + 1], prompt=False, tools=tools))
+        ids = self._tokenise(texts)
+        turns = []
+        # A folded system turn is still one of the caller's messages.
+        num_folded = len(messages) - len(prepared)
+        for n, index in enumerate(answers):
+            pair = slice(2 * n, 2 * n + 2)
+            content = str(prepared[index].get("content") or "")
+            turn = self._turn(
+                content, texts=texts[pair], ids=ids[pair], num_messages=index + 1 + num_folded
+            )
+            turns.append(turn)
+        return rows_of_turns(turns) if turns else []
+
+    def encode_text(self, text: str) -> EncodedRow:
+        """Plain text: all tokens after the first are supervised, as one span without end of turn.
+
+        The tokenizer's own beginning-of-sequence token goes first, unless the text has it.
+        """
+        [ids] = self._tokenise([text])
+        bos = self._own_bos
+        if bos is not None and ids[:1] != [bos]:
+            ids = [bos, *ids]
+        spans = ((1, len(ids)),) if len(ids) > 1 else ()
+        return EncodedRow(tuple(ids), spans, tuple(False for _ in spans))
+
+    def user_header(self, *, system_prompt: str | None = None) -> list[int]:
+        """The ids that the template puts before the first user turn's content (Magpie's prompt).
+
+        They are the longest common beginning of several rendered prompts, so that a token which
+        would join the header's last space with the content's first word is left to the model.
+        """
+        return common_prefix(self._probe_prompts(system_prompt))
+
+    @cached_property
+    def user_end_ids(self) -> list[int]:
+        """The ids that follow a user turn's content, the generation prompt included."""
+        return common_prefix([ids[::-1] for ids in self._probe_prompts(None)])[::-1]
+
+    @property
+    def user_end_text(self) -> str:
+        """The text directly after a user turn's content; a user turn that a model writes ends here.
+
+        What stands between the content and the generation prompt; where that is only white space,
+        the generation prompt's text too.
+        """
+        return self.template.user_end
+
+    def _tokenise(self, texts: list[str]) -> list[list[int]]:
+        if not texts:
+            return []
+        # Special tokens are the template's business: the tokenizer must not add a second BOS.
+        encoded = self.tokenizer(
+            texts, add_special_tokens=False, padding=False, truncation=False, verbose=False
+        )
+        ids: list[list[int]] = encoded["input_ids"]
+        return ids
+
+    @cached_property
+    def _own_bos(self) -> int | None:
+        bos = self.tokenizer.bos_token_id
+        added = self.tokenizer("")["input_ids"]
+        return bos if isinstance(bos, int) and bos in added else None
+
+    def _turn(
+        self,
+        content: str,
+        *,
+        texts: Sequence[str],
+        ids: Sequence[list[int]],
+        num_messages: int,
+    ) -> Turn:
+        """The answer ``content``; texts and ids are those of its prompt and of both together."""
+        (prompt_text, full_text), (prompt_ids, full_ids) = texts, ids
+        start = len(prompt_ids)
+        answer = full_text[len(prompt_text) :]
+        if not full_text.startswith(prompt_text):
+            answer = _without_overlap(content, prompt_text) + self.template.answer_end
+        retokenised = full_ids[:start] != prompt_ids
+        if retokenised:
+            full_ids = prompt_ids + self._tokenise([answer])[0]
+        stop = first_stop(full_ids, start=start, stop_ids=self.stop_ids)
+        end = start + self._answer_length(full_ids[start:], answer) if stop is None else stop + 1
+        return Turn(full_ids, start, end, stop is not None, retokenised, num_messages)
+
+    def _answer_length(self, answer_ids: list[int], answer: str) -> int:
+        """The tokens of an answer that has no end of turn: those before the template's own text."""
+        tail = self.template.answer_end
+        if not tail or not answer.endswith(tail):
+            return len(answer_ids)
+        alone, tail_ids = self._tokenise([answer.removesuffix(tail), tail])
+        if answer_ids == alone + tail_ids:
+            return len(alone)
+        # A token joined the answer's last character with the tail: it is left out.
+        return len(common_prefix([answer_ids, alone]))
+
+    def _probe_prompts(self, system_prompt: str | None) -> list[list[int]]:
+        system = [] if system_prompt is None else [{"role": "system", "content": system_prompt}]
+        return [
+            self.encode_prompt([*system, {"role": "user", "content": probe}]) for probe in PROBES
+        ]
+
+
+def stop_token_ids(generation_config: Any, tokenizer: PreTrainedTokenizerBase | None) -> list[int]:
+    """The ids at which a model's generation stops: its generation config's and its tokenizer's.
+
+    Args:
+        generation_config: a ``GenerationConfig``, or None; ``eos_token_id`` may be a list.
+        tokenizer: the model's tokenizer, or None.
+    """
+    eos = getattr(generation_config, "eos_token_id", None)
+    ids = set(eos) if isinstance(eos, list | tuple) else {eos}
+    if tokenizer is not None:
+        ids.add(tokenizer.eos_token_id)
+    return sorted(int(token) for token in ids if token is not None)
+
+
+def _without_overlap(content: str, prompt_text: str) -> str:
+    """``content`` without a beginning that ends the prompt (an opened reasoning block, say)."""
+    for size in range(min(len(content), len(prompt_text)), 0, -1):
+        if content[:size].strip() and prompt_text.endswith(content[:size]):
+            return content[size:]
+    return content
