@@ -1,0 +1,139 @@
+"""The mistakes in a recipe's values: those of each key, and those of keys that belong together.
+
+Conditions between keys are not pydantic validators, because those run only when every key of the
+section is right; a user wants to see all mistakes at once.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Mapping
+from typing import Any, TypeVar, get_args
+
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+from medusa_train.recipe.schema import DistillSection
+from medusa_train.recipe.trainer_block import check_trainer
+from medusa_train.recipe.yaml_reader import Key, show
+
+Config = TypeVar("Config", bound=BaseModel)
+Wrong = tuple[Key, str]
+"""A key and what is wrong with its value."""
+
+_WANTED = {
+    "bool_type": "must be true or false",
+    "dict_type": "must be a section of keys and values",
+    "float_type": "must be a number",
+    "greater_than": "must be more than {gt:g}",
+    "greater_than_equal": "must be at least {ge:g}",
+    "int_type": "must be a whole number",
+    "int_from_float": "must be a whole number",
+    "less_than": "must be less than {lt:g}",
+    "less_than_equal": "must be at most {le:g}",
+    "model_type": "must be a section of keys and values; remove it for the defaults",
+    "string_too_short": "must not be empty; write null to leave it out",
+}
+
+
+def field_mistakes(schema: type[Config], value: Any) -> tuple[Config | None, list[Wrong]]:
+    """Check ``value`` key by key; give the checked model, or the mistakes."""
+    try:
+        return schema.model_validate(value), []
+    except ValidationError as error:
+        details = error.errors(include_url=False)
+        return None, [(tuple(detail["loc"]), _message(schema, detail)) for detail in details]
+
+
+def combined_mistakes(value: Any) -> Iterator[Wrong]:
+    """Yield what is wrong between keys; a key that has no value of its type is left out."""
+    data = _section(value, "data")
+    if "data" in value and isinstance(value["data"], dict):
+        yield from _source_mistakes(data)
+    if isinstance(data.get("distill"), dict):
+        yield from _distill_mistakes(data["distill"], data.get("max_length", None))
+    trainer = _section(_section(value, "train"), "trainer")
+    for name, message in check_trainer(trainer):
+        yield ("train", "trainer", name), message
+
+
+def _source_mistakes(data: Mapping[str, Any]) -> Iterator[Wrong]:
+    path, distill = data.get("path"), data.get("distill")
+    if path is None and distill is None:
+        yield ("data",), "needs one of data.path and data.distill; got neither"
+    elif path is not None and distill is not None:
+        yield (
+            ("data",),
+            "needs one of data.path and data.distill; got both; set one of them to null",
+        )
+
+
+def _distill_mistakes(distill: Mapping[str, Any], max_length: Any) -> Iterator[Wrong]:
+    where: Key = ("data", "distill")
+    if distill.get("prompts") is None:
+        if distill.get("num_prompts") is None:
+            message = "missing; without data.distill.prompts it says how many prompts to write"
+            yield (*where, "num_prompts"), message
+        if distill.get("prompt_temperature") == 0:
+            message = "must be more than 0; greedy prompts would all be the same; got 0"
+            yield (*where, "prompt_temperature"), message
+    shortest = _number(distill, "min_answer_tokens")
+    longest = _number(distill, "max_new_tokens")
+    if shortest > longest:
+        message = f"must be at most max_new_tokens, which is {longest}; got {shortest}"
+        yield (*where, "min_answer_tokens"), message
+    prompt = _number(distill, "max_prompt_tokens")
+    if isinstance(max_length, int) and prompt >= max_length:
+        message = f"must be less than data.max_length, which is {max_length}; got {prompt}"
+        yield (*where, "max_prompt_tokens"), message
+
+
+def _number(distill: Mapping[str, Any], name: str) -> int:
+    default = DistillSection.model_fields[name].default
+    value = distill.get(name, default)
+    return value if isinstance(value, int) else int(default)
+
+
+def _section(value: Any, name: str) -> Mapping[str, Any]:
+    section = value.get(name) if isinstance(value, dict) else None
+    return section if isinstance(section, dict) else {}
+
+
+def _message(schema: type[BaseModel], detail: ErrorDetails) -> str:
+    kind, got = detail["type"], detail["input"]
+    key = tuple(detail["loc"])
+    match kind:
+        case "extra_forbidden":
+            return f"unknown key; {_known_keys(schema, key)}"
+        case "missing":
+            return "missing; there is no default"
+        case "literal_error":
+            return f"must be one of {_choices(schema, key)}; got {show(got)}"
+        case "string_type":
+            quote = "; put it in quotes" if isinstance(got, bool | int | float) else ""
+            return f"must be text; got {show(got)}{quote}"
+        case "string_too_short":
+            return _WANTED[kind]
+        case _ if kind in _WANTED:
+            return f"{_WANTED[kind].format(**detail.get('ctx', {}))}; got {show(got)}"
+    return f"{detail['msg']}; got {show(got)}"
+
+
+def _known_keys(schema: type[BaseModel], key: Key) -> str:
+    section = _model_at(schema, key[:-1])
+    names = list(section.model_fields)
+    close = difflib.get_close_matches(str(key[-1]), names, n=1)
+    return f"did you mean '{close[0]}'?" if close else f"known keys: {', '.join(names)}"
+
+
+def _choices(schema: type[BaseModel], key: Key) -> str:
+    annotation = _model_at(schema, key[:-1]).model_fields[str(key[-1])].annotation
+    return ", ".join(str(choice) for choice in get_args(annotation))
+
+
+def _model_at(schema: type[BaseModel], key: Key) -> type[BaseModel]:
+    for name in key:
+        annotation = schema.model_fields[str(name)].annotation
+        options = [annotation, *get_args(annotation)]
+        schema = next(o for o in options if isinstance(o, type) and issubclass(o, BaseModel))
+    return schema

@@ -1,0 +1,202 @@
+"""What a recipe may say: the sections, their keys, defaults and limits.
+
+The descriptions here are the text of ``docs/recipes.md``. Conditions that tie keys together, and
+the names inside ``train.trainer``, are in :mod:`medusa_train.recipe.checks`.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+MAX_SEED = 2**32 - 1
+
+Text = Annotated[str, Field(min_length=1)]
+Count = Annotated[int, Field(ge=1)]
+CountOrOff = Annotated[int, Field(ge=0)]
+Seed = Annotated[int, Field(ge=0, le=MAX_SEED)]
+Temperature = Annotated[float, Field(ge=0.0, le=100.0)]
+Probability = Annotated[float, Field(gt=0.0, le=1.0)]
+
+
+class Section(BaseModel):
+    """A part of a recipe: unknown keys are refused and nothing is converted silently."""
+
+    model_config = ConfigDict(
+        extra="forbid",
+        frozen=True,
+        strict=True,
+        protected_namespaces=(),
+        use_attribute_docstrings=True,
+    )
+
+
+class BaseModelSection(Section):
+    """The language model that gets heads."""
+
+    name_or_path: Text
+    """Hub id or local directory."""
+    gguf_file: Text | None = None
+    """File name inside `name_or_path`, for a model that is stored as GGUF."""
+    revision: Text | None = None
+    """Branch, tag or commit on the hub."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Type of the base model's weights in memory; `auto` is the type they are stored in."""
+    attn_implementation: Text | None = None
+    """Attention code, such as `sdpa` or `eager`; null lets transformers choose."""
+    trust_remote_code: bool = False
+    """Run model code that comes with the checkpoint. Only for sources that you trust."""
+
+
+class HeadsSection(Section):
+    """The heads that are trained."""
+
+    num_heads: Annotated[int, Field(ge=1, le=16)] = 5
+    """Number of heads K; head n predicts the token n + 1 positions ahead."""
+    num_layers: Annotated[int, Field(ge=1, le=8)] = 1
+    """Residual layers L in each head."""
+    layout: Literal["full", "shared"] = "full"
+    """`full`: every head has its own output matrix. `shared`: all heads use the base model's."""
+    vocab_size: Count | None = None
+    """Train over the N most frequent target tokens only; null is the whole vocabulary. Others count
+    as misses in the accuracy."""
+
+
+class DistillSection(Section):
+    """Self-distillation: the base model writes the answers it is trained on."""
+
+    prompts: Text | None = None
+    """File with prompts; null lets the base model write them from its template's user header."""
+    num_prompts: Count | None = None
+    """Number of prompts; required when `prompts` is null, else null is the whole file."""
+    system_prompt: Text | None = None
+    """System turn before every prompt that has none; null is what the template does by itself."""
+    max_prompt_tokens: Count = 512
+    """Longest prompt in tokens; longer ones are dropped and counted."""
+    prompt_temperature: Temperature = 1.0
+    """Temperature at which the base model writes prompts."""
+    prompt_top_p: Probability = 1.0
+    """Nucleus at which the base model writes prompts."""
+    temperature: Temperature = 0.7
+    """Temperature of the answers; 0 is greedy."""
+    top_p: Probability = 1.0
+    """Nucleus of the answers; 1 is off."""
+    top_k: CountOrOff = 0
+    """Draw answers from the k most likely tokens; 0 is off."""
+    max_new_tokens: Count = 512
+    """Longest answer in tokens; one that is cut there has no end of turn."""
+    batch_size: Count = 64
+    """Rows decoded together."""
+    block_size: Count = 256
+    """Prompts in a block, the unit of resuming: an unfinished block is generated again."""
+    seed: Seed = 0
+    """Seed of all draws."""
+    min_answer_tokens: Count = 1
+    """Shorter answers are dropped and counted."""
+    drop_cut: bool = False
+    """Drop answers that reach `max_new_tokens`."""
+    loop_ngram: CountOrOff = 8
+    """Length of the n-gram that shows a looping answer; 0 keeps looping answers."""
+    loop_repeats: Count = 4
+    """An answer in which one n-gram occurs more often than this is dropped and counted."""
+
+
+class ChatSection(Section):
+    """How messages become token ids."""
+
+    chat_template: Text | None = None
+    """Jinja template, or the path of one; null is the tokenizer's own."""
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Further variables of the template, such as `enable_thinking: false`."""
+
+
+class DataSection(ChatSection):
+    """Where the training conversations come from: exactly one of `path` and `distill`."""
+
+    path: Text | None = None
+    """Conversations to train on: a data set directory, or a ShareGPT, messages or text file."""
+    distill: DistillSection | None = None
+    """Let the base model write the conversations."""
+    max_length: Annotated[int, Field(ge=2)] = 2048
+    """Longest conversation in tokens; the rest is cut off, without an invented end of turn."""
+    eval_fraction: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.05
+    """Share of the prompts held out for the accuracy report."""
+    strict: bool = False
+    """Treat a row that must be repaired or dropped as an error."""
+
+
+class TrainSection(Section):
+    """How the heads are trained."""
+
+    method: Literal["medusa1"] = "medusa1"
+    """`medusa1`: the base model stays as it is."""
+    head_loss_decay: Annotated[float, Field(gt=0.0, le=1.0)] = 0.8
+    """Weight of head n's loss is this to the power of n."""
+    hidden_states: Literal["cached", "online"] = "cached"
+    """`cached`: run the base model once and keep its hidden states. `online`: run it every step."""
+    keep_hidden_states: bool = True
+    """Keep the cached hidden states after training, for another run on the same data."""
+    loss_chunk_size: Count | None = None
+    """Positions whose logits are in memory at a time; null chooses."""
+    compute_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Type of the heads' matrix products; their weights are float32 in any case."""
+    trainer: dict[str, Any] = Field(default_factory=dict)
+    """Arguments of `transformers.TrainingArguments`, by their own names."""
+
+
+class EvaluateSection(Section):
+    """What the accuracy report holds."""
+
+    top_k: Annotated[int, Field(ge=1, le=100)] = 10
+    """Ranks reported for each head."""
+    num_bootstrap: Count = 1000
+    """Resamples of the conversations for the intervals."""
+    seed: Seed = 0
+    """Seed of the resampling."""
+
+
+class TrackingSection(Section):
+    """Where the curves go besides `metrics.jsonl`."""
+
+    wandb: bool = False
+    """Log to Weights & Biases; `WANDB_MODE=offline` needs no account."""
+    project: Text | None = None
+    """Project to log to; null is `medusa-train`."""
+    run_name: Text | None = None
+    """Name of the run; null is the recipe's."""
+
+
+class Recipe(Section):
+    """All that one run needs to know."""
+
+    base_model: BaseModelSection
+    """The language model that gets heads."""
+    heads: HeadsSection = HeadsSection()
+    """The heads that are trained."""
+    data: DataSection
+    """Where the training conversations come from."""
+    train: TrainSection = TrainSection()
+    """How the heads are trained."""
+    evaluate: EvaluateSection = EvaluateSection()
+    """What the accuracy report holds."""
+    tracking: TrackingSection = TrackingSection()
+    """Where the curves go besides `metrics.jsonl`."""
+    run_dir: Text | None = None
+    """Directory of all results; null is `runs/` and the recipe's file name."""
+
+
+class DistillDataSection(ChatSection):
+    """The conversations to generate."""
+
+    distill: DistillSection
+    """How the base model writes them."""
+
+
+class DistillConfig(Section):
+    """What `medusa-distill generate` reads: a recipe's generation and nothing else."""
+
+    base_model: BaseModelSection
+    """The language model that writes."""
+    data: DistillDataSection
+    """The conversations to generate."""
