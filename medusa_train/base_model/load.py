@@ -1,0 +1,166 @@
+"""Load a base model and its tokenizer: a hub id, a local directory, or a GGUF file."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from medusa_train.base_model.features import LogitRule, check_features
+from medusa_train.base_model.fingerprint import base_fingerprint, first_line
+from medusa_train.errors import InputError
+
+
+@dataclass(frozen=True, slots=True)
+class BaseModel:
+    """A loaded base model.
+
+    Attributes:
+        model: in eval mode, frozen.
+        tokenizer: the model's own.
+        name_or_path: as the user gave it.
+        revision: as the user gave it.
+        gguf_file: as the user gave it.
+        fingerprint: of the model's files.
+        stop_ids: ids at which its generation stops, ascending.
+        logit_rule: what the model does after its ``lm_head``.
+    """
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    name_or_path: str
+    revision: str | None
+    gguf_file: str | None
+    fingerprint: str
+    stop_ids: tuple[int, ...]
+    logit_rule: LogitRule
+
+    @property
+    def num_tokens(self) -> int:
+        """Ids that are tokens: ``lm_head`` may have more rows than the tokenizer has ids."""
+        return len(self.tokenizer)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model's input goes."""
+        return self.model.device
+
+
+def load_base_model(
+    name_or_path: str,
+    *,
+    gguf_file: str | None = None,
+    revision: str | None = None,
+    dtype: str = "auto",
+    attn_implementation: str | None = None,
+    trust_remote_code: bool = False,
+    device: torch.device | str | None = None,
+) -> BaseModel:
+    """Load a base model frozen and in eval mode, and check that our logits are the model's.
+
+    Args:
+        name_or_path: a hub id or a directory.
+        gguf_file: the name of a GGUF file in it; it is dequantised.
+        revision: a branch, tag or commit on the hub.
+        dtype: ``auto`` (that of the files), ``float32``, ``bfloat16`` or ``float16``.
+        attn_implementation: as in transformers; None leaves the choice to it.
+        trust_remote_code: run code that comes with the model. Off unless asked for.
+        device: None is accelerate's choice.
+
+    Raises:
+        InputError: there is no such model, it is no causal LM, or its logits cannot be reproduced.
+    """
+    fingerprint = base_fingerprint(name_or_path, gguf_file=gguf_file, revision=revision)
+    tokenizer = load_tokenizer(
+        name_or_path, gguf_file=gguf_file, revision=revision, trust_remote_code=trust_remote_code
+    )
+    options: dict[str, Any] = {
+        "revision": revision,
+        "dtype": dtype if dtype == "auto" else getattr(torch, dtype),
+        "trust_remote_code": trust_remote_code,
+    }
+    if gguf_file is not None:
+        options["gguf_file"] = gguf_file
+    if attn_implementation is not None:
+        options["attn_implementation"] = attn_implementation
+    try:
+        model = AutoModelForCausalLM.from_pretrained(name_or_path, **options)
+    except (OSError, ValueError, ImportError) as error:
+        raise InputError(f"{name_or_path}: cannot be loaded: {first_line(error)}") from error
+    # nn.Module.to is the same call; transformers wraps it in a way that type checkers cannot read.
+    torch.nn.Module.to(model, device or default_device())
+    model.eval().requires_grad_(False)
+    return BaseModel(
+        model=model,
+        tokenizer=tokenizer,
+        name_or_path=name_or_path,
+        revision=revision,
+        gguf_file=gguf_file,
+        fingerprint=fingerprint,
+        stop_ids=tuple(_stop_ids(model.generation_config, tokenizer)),
+        logit_rule=check_features(model),
+    )
+
+
+def load_tokenizer(
+    name_or_path: str,
+    *,
+    gguf_file: str | None = None,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+) -> PreTrainedTokenizerBase:
+    """Load the tokenizer of a base model.
+
+    Raises:
+        InputError: there is none.
+    """
+    options: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
+    if gguf_file is not None:
+        options["gguf_file"] = gguf_file
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name_or_path, **options)
+    except (OSError, ValueError, ImportError) as error:
+        raise InputError(
+            f"{name_or_path}: its tokenizer cannot be loaded: {first_line(error)}"
+        ) from error
+    assert isinstance(tokenizer, PreTrainedTokenizerBase)
+    return tokenizer
+
+
+def load_stop_ids(
+    name_or_path: str,
+    *,
+    tokenizer: PreTrainedTokenizerBase,
+    revision: str | None = None,
+) -> tuple[int, ...]:
+    """The ids at which the model's generation stops, without loading its weights."""
+    try:
+        config: GenerationConfig | None = GenerationConfig.from_pretrained(
+            name_or_path, revision=revision or "main"
+        )
+    except OSError:
+        # A model need not ship one (a GGUF file never does); the tokenizer's end then stands alone.
+        config = None
+    return tuple(_stop_ids(config, tokenizer))
+
+
+def default_device() -> torch.device:
+    """The device of this process, as accelerate chooses it (CUDA, ROCm, XPU, MPS or the CPU)."""
+    from accelerate import PartialState
+
+    device: torch.device = PartialState().device
+    return device
+
+
+def _stop_ids(config: GenerationConfig | None, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    eos = getattr(config, "eos_token_id", None)
+    ids = {*(eos if isinstance(eos, list | tuple) else [eos]), tokenizer.eos_token_id}
+    return sorted(int(token) for token in ids if token is not None)

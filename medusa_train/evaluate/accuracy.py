@@ -1,0 +1,150 @@
+"""From ranks to figures: accuracy per head, conditional accuracy, the chain's acceptance length.
+
+Every figure is a ratio of sums over conversations, and its interval comes from resampling
+conversations (percentile bootstrap), since the positions of one conversation are not independent.
+
+Shapes: N source positions, C conversations, K heads, R ranks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from medusa_train.evaluate.ranks import MISS, Ranks
+
+REPORT_VERSION = 1
+Array = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class Ratio:
+    """Per-conversation numerators and denominators of one figure, each [C]."""
+
+    numerator: Array
+    denominator: Array
+
+    @property
+    def value(self) -> float | None:
+        """The ratio of the sums; None where there is nothing to count."""
+        total = self.denominator.sum()
+        return float(self.numerator.sum() / total) if total else None
+
+    def interval(self, weights: Array) -> list[float] | None:
+        """The 95 % interval over resamples ``weights`` [num_bootstrap, C]."""
+        below = weights @ self.denominator
+        above = weights @ self.numerator
+        drawn = below > 0
+        if not drawn.any():
+            return None
+        low, high = np.percentile(above[drawn] / below[drawn], [2.5, 97.5])
+        return [float(low), float(high)]
+
+
+def bootstrap_weights(num_conversations: int, *, num_bootstrap: int, seed: int) -> Array:
+    """[num_bootstrap, C] how often each conversation is drawn in each resample."""
+    generator = np.random.default_rng(seed)
+    probabilities = np.full(num_conversations, 1.0 / num_conversations)
+    return generator.multinomial(num_conversations, probabilities, num_bootstrap).astype(float)
+
+
+def num_accepted(ranks: Ranks) -> npt.NDArray[np.int64]:
+    """[N] candidates that a top-1 chain gets accepted when a decoder stands on the position."""
+    is_hit = (ranks.ranks == 0) & ranks.valid
+    leading: npt.NDArray[np.int64] = is_hit.long().cumprod(dim=1).sum(dim=1).numpy()
+    return leading
+
+
+def walk(accepted: npt.NDArray[np.int64], ranks: Ranks) -> Ratio:
+    """Tokens emitted (numerator) and steps (denominator) per conversation.
+
+    A decoder on row t emits the root token and ``accepted[t]`` candidates, and goes on from row
+    t + accepted[t] + 1, until the span has no row left. A last step whose root ends the answer is
+    on the span's last row, and counts. Prefill is no step.
+
+    Args:
+        accepted: [N] accepted candidates at each row.
+        ranks: the rows.
+    """
+    conversation = ranks.conversation.numpy()
+    num_conversations = int(conversation[-1]) + 1 if len(conversation) else 0
+    tokens, steps = np.zeros(num_conversations), np.zeros(num_conversations)
+    for start, end in _spans(ranks):
+        row = start
+        while row < end:
+            steps[conversation[row]] += 1
+            row += int(accepted[row]) + 1
+        # The last step cannot pass the span's end: a candidate beyond it is no valid pair.
+        tokens[conversation[start]] += row - start
+    return Ratio(tokens, steps)
+
+
+def accuracy_report(
+    ranks: Ranks,
+    *,
+    base_model: str,
+    num_bootstrap: int = 1000,
+    seed: int = 0,
+) -> dict[str, Any]:
+    """``heads_accuracy.json`` (docs/formats.md)."""
+    conversation = ranks.conversation.numpy()
+    num_conversations = int(conversation.max()) + 1 if len(conversation) else 0
+    weights = bootstrap_weights(num_conversations, num_bootstrap=num_bootstrap, seed=seed)
+    chain = walk(num_accepted(ranks), ranks)
+    return {
+        "schema_version": REPORT_VERSION,
+        "base_model": base_model,
+        "num_heads": ranks.num_heads,
+        "top_k": ranks.top_k,
+        "num_conversations": num_conversations,
+        "num_positions": len(conversation),
+        "text_sampling": ranks.metadata.get("text_sampling"),
+        "heads": [_head(ranks, head, weights) for head in range(ranks.num_heads)],
+        "chain": {"acceptance_length": chain.value, "ci95": chain.interval(weights)},
+        "tree": None,
+    }
+
+
+def _head(ranks: Ranks, head: int, weights: Array) -> dict[str, Any]:
+    num_conversations = weights.shape[1]
+    conversation = ranks.conversation.numpy()
+    is_valid = ranks.valid[:, head].numpy()
+    rank = ranks.ranks[:, head].numpy()
+    pairs = _per_conversation(is_valid, conversation, num_conversations)
+
+    def within(top: int) -> Ratio:
+        hits = is_valid & (rank != MISS) & (rank < top)
+        return Ratio(_per_conversation(hits, conversation, num_conversations), pairs)
+
+    before = ((ranks.ranks[:, :head] == 0).all(dim=1)).numpy() & is_valid
+    conditional = Ratio(
+        _per_conversation(before & (rank == 0), conversation, num_conversations),
+        _per_conversation(before, conversation, num_conversations),
+    )
+    return {
+        "head": head + 1,
+        "predicts": f"t+{head + 2}",
+        "positions": int(is_valid.sum()),
+        "top_k_accuracy": [within(top).value for top in range(1, ranks.top_k + 1)],
+        "top1_ci95": within(1).interval(weights),
+        "conditional_top1": conditional.value,
+    }
+
+
+def _per_conversation(
+    flags: npt.NDArray[np.bool_], conversation: npt.NDArray[np.int32], num_conversations: int
+) -> Array:
+    return np.bincount(conversation, weights=flags, minlength=num_conversations).astype(float)
+
+
+def _spans(ranks: Ranks) -> list[tuple[int, int]]:
+    """Row ranges [start, end) of the assistant spans."""
+    if not len(ranks.conversation):
+        return []
+    conversation, span = ranks.conversation.numpy(), ranks.span.numpy()
+    is_new = (np.diff(conversation) != 0) | (np.diff(span) != 0)
+    starts = [0, *(np.flatnonzero(is_new) + 1).tolist()]
+    return list(zip(starts, [*starts[1:], len(conversation)], strict=True))

@@ -1,0 +1,215 @@
+"""From a recipe to the objects that train: the one place where config objects end."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import TrainerCallback, TrainingArguments, set_seed
+
+from medusa_train.base_model.features import output_projection
+from medusa_train.base_model.load import BaseModel
+from medusa_train.console import log
+from medusa_train.data.conversations import Conversation
+from medusa_train.errors import InputError
+from medusa_train.heads.config import BaseIdentity, HeadsConfig
+from medusa_train.heads.model import MedusaHeads, most_frequent_tokens
+from medusa_train.hidden_states.cache import CachedExamples, CachedHiddenStates, collate_cached
+from medusa_train.hidden_states.online import OnlineExamples, OnlineHiddenStates, collate_online
+from medusa_train.losses import head_weights
+from medusa_train.recipe.schema import HeadsSection, Recipe
+from medusa_train.run_dir import RunDir
+from medusa_train.train.module import HeadsModule
+from medusa_train.train.tracking import MetricsFile, TrainingLog
+from medusa_train.train.trainer import HeadsTrainer
+
+# What a recipe gets where its `trainer:` block says nothing: the published recipe (first release).
+_TRAINER_DEFAULTS: dict[str, Any] = {
+    "learning_rate": 1e-3,
+    "lr_scheduler_type": "cosine",
+    "num_train_epochs": 2,
+    "per_device_train_batch_size": 8,
+    "logging_steps": 10,
+    "save_strategy": "steps",
+    "save_steps": 200,
+    "save_total_limit": 2,
+    "eval_strategy": "no",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class CacheLocation:
+    """Where the hidden states of one split lie, and the fingerprint that they must have."""
+
+    directory: Path
+    fingerprint: str
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingData:
+    """The conversations of a run, split and cut to length, and their cached states if any."""
+
+    train: Sequence[Conversation]
+    eval: Sequence[Conversation]
+    train_cache: CacheLocation | None
+    eval_cache: CacheLocation | None
+    chat_template_hash: str | None
+
+
+def build_trainer(
+    recipe: Recipe, *, base: BaseModel, data: TrainingData, run: RunDir, run_name: str
+) -> HeadsTrainer:
+    """Everything that training needs, from a recipe.
+
+    Args:
+        recipe: the recipe.
+        base: the loaded base model.
+        data: the conversations.
+        run: where checkpoints and metrics go.
+        run_name: the run's name for the trackers, where the recipe has none.
+
+    Raises:
+        InputError: the Trainer refuses an argument.
+    """
+    args = training_arguments(recipe, run, run_name=run_name)
+    set_seed(args.seed)
+    is_cached = recipe.train.hidden_states == "cached"
+    identity = base_identity(recipe, base, chat_template_hash=data.chat_template_hash)
+    heads = new_heads(recipe.heads, base=base, conversations=data.train)
+    lm_head = output_projection(base.model) if recipe.heads.layout == "shared" else None
+    module = HeadsModule(
+        heads.to(args.device),
+        source=CachedHiddenStates() if is_cached else OnlineHiddenStates(base.model),
+        base_config=base.model.config,
+        base=None if is_cached else base.model,
+        lm_head=lm_head,
+        head_weights=head_weights(recipe.heads.num_heads, decay=recipe.train.head_loss_decay),
+        chunk_size=recipe.train.loss_chunk_size,
+        compute_dtype=compute_dtype(recipe.train.compute_dtype, args.device),
+    )
+    callbacks: list[TrainerCallback] = [
+        MetricsFile(run.metrics),
+        TrainingLog(recipe.heads.num_heads),
+    ]
+    return HeadsTrainer(
+        module,
+        args,
+        identity=identity,
+        train_dataset=_dataset(data.train, data.train_cache, recipe.heads.num_heads),
+        eval_dataset=(
+            _dataset(data.eval, data.eval_cache, recipe.heads.num_heads)
+            if args.eval_strategy != "no"
+            else None
+        ),
+        collate=collate_cached if is_cached else collate_online,
+        callbacks=callbacks,
+    )
+
+
+def training_arguments(recipe: Recipe, run: RunDir, *, run_name: str) -> TrainingArguments:
+    """The recipe's ``trainer:`` block over our defaults.
+
+    Raises:
+        InputError: transformers refuses a value.
+    """
+    block = {**_TRAINER_DEFAULTS, **recipe.train.trainer}
+    if recipe.tracking.wandb:
+        # The Trainer's callback reads the project and the place from the environment alone.
+        os.environ["WANDB_PROJECT"] = recipe.tracking.project or "medusa-train"
+        os.environ.setdefault("WANDB_DIR", str(run.root))
+    try:
+        return TrainingArguments(
+            **block,
+            output_dir=str(run.checkpoints),
+            report_to=["wandb"] if recipe.tracking.wandb else [],
+            run_name=recipe.tracking.run_name or run_name,
+            disable_tqdm=True,
+            remove_unused_columns=False,
+            logging_nan_inf_filter=False,
+        )
+    except (TypeError, ValueError) as error:
+        message = str(error).strip().splitlines()[0]
+        raise InputError(f"train.trainer: {message}") from error
+
+
+def new_heads(
+    section: HeadsSection, *, base: BaseModel, conversations: Sequence[Conversation]
+) -> MedusaHeads:
+    """Heads that predict what the base's ``lm_head`` does, in fp32.
+
+    Raises:
+        InputError: the truncated vocabulary is larger than the base's.
+    """
+    weight, bias = output_projection(base.model)
+    vocab_size, hidden_size = weight.shape
+    token_map: Tensor | None = None
+    if section.vocab_size is not None:
+        if section.vocab_size > base.num_tokens:
+            raise InputError(
+                f"heads.vocab_size: must be at most the base model's {base.num_tokens} tokens, "
+                f"got {section.vocab_size}"
+            )
+        labels = [
+            token
+            for row in conversations
+            for start, end in row.assistant_spans
+            for token in row.input_ids[start:end]
+        ]
+        token_map = most_frequent_tokens(
+            labels, size=section.vocab_size, vocab_size=base.num_tokens
+        )
+        known = torch.isin(torch.tensor(labels), token_map).double().mean().item()
+        log(f"heads name {section.vocab_size:,} tokens: {known:.2%} of the supervised ones")
+    config = HeadsConfig(
+        num_heads=section.num_heads,
+        num_layers=section.num_layers,
+        layout=section.layout,
+        hidden_size=hidden_size,
+        vocab_size=vocab_size,
+        truncated_vocab_size=section.vocab_size,
+        lm_head_bias=bias is not None,
+    )
+    heads = MedusaHeads(config, token_map=token_map)
+    heads.init_from_base(weight, bias)
+    return heads
+
+
+def base_identity(
+    recipe: Recipe, base: BaseModel, *, chat_template_hash: str | None
+) -> BaseIdentity:
+    """What a heads directory says of its base."""
+    return BaseIdentity(
+        name_or_path=base.name_or_path,
+        fingerprint=base.fingerprint,
+        gguf_file=base.gguf_file,
+        revision=base.revision,
+        chat_template_hash=chat_template_hash,
+        max_length=recipe.data.max_length,
+    )
+
+
+def compute_dtype(name: str, device: torch.device) -> torch.dtype:
+    """``auto`` is bf16 where the device computes it fast, else fp32."""
+    if name != "auto":
+        dtype: torch.dtype = getattr(torch, name)
+        return dtype
+    is_fast = device.type != "cpu" or torch.cpu._is_avx512_bf16_supported()
+    return torch.bfloat16 if is_fast else torch.float32
+
+
+def _dataset(
+    conversations: Sequence[Conversation], cache: CacheLocation | None, num_heads: int
+) -> CachedExamples | OnlineExamples:
+    if cache is None:
+        return OnlineExamples(conversations, num_heads=num_heads)
+    return CachedExamples(
+        conversations,
+        directory=cache.directory,
+        fingerprint=cache.fingerprint,
+        num_heads=num_heads,
+    )

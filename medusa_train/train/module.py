@@ -1,0 +1,121 @@
+"""Base and heads as one module under the Trainer, with the Medusa-1 loss inside its forward.
+
+``L = Σ_k λ_k · Σ_pairs cross-entropy ÷ pairs_k`` (paper, eq. 1), where ``pairs_k`` counts the valid
+pairs of head k in the whole accumulated batch of all processes, so that accumulation and the number
+of devices do not change the loss.
+
+Shapes: N source positions, D hidden, V vocabulary, K heads.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from medusa_train.heads.model import MedusaHeads
+from medusa_train.hidden_states.online import HiddenStateSource
+from medusa_train.losses import IGNORE, chunked_cross_entropy
+from medusa_train.metrics import HeadCounts, hits_from_ranks
+
+
+class HeadsModule(nn.Module):
+    """The heads, the frozen base where it is needed, and where hidden states come from.
+
+    Args:
+        heads: trained; fp32 master weights.
+        source: gives the hidden states of a batch.
+        base_config: the base's config; DeepSpeed's "auto" keys read the hidden size from it.
+        base: the frozen base, for online states; None when they come from a cache.
+        lm_head: the base's (weight [V, D], bias [V] or None), for the layout ``shared``.
+        head_weights: [K] λ of each head.
+        chunk_size: rows of logits that exist at one time; None chooses by V.
+        compute_dtype: dtype of the projections to the vocabulary.
+    """
+
+    lm_head_weight: Tensor
+    lm_head_bias: Tensor | None
+
+    def __init__(
+        self,
+        heads: MedusaHeads,
+        *,
+        source: HiddenStateSource,
+        base_config: Any,
+        base: PreTrainedModel | None,
+        lm_head: tuple[Tensor, Tensor | None] | None,
+        head_weights: list[float],
+        chunk_size: int | None,
+        compute_dtype: torch.dtype,
+    ) -> None:
+        super().__init__()
+        self.heads = heads
+        self.base = base
+        self.config = base_config
+        self.source = source
+        self.head_weights = head_weights
+        self.chunk_size = chunk_size
+        self.compute_dtype = compute_dtype
+        weight, bias = lm_head if lm_head is not None else (None, None)
+        self.register_buffer("lm_head_weight", weight, persistent=False)
+        self.register_buffer("lm_head_bias", bias, persistent=False)
+
+    def count_pairs(self, labels: Tensor) -> Tensor:
+        """[K] float64: valid pairs per head in ``labels`` [N, K] that the heads can name."""
+        rows = self.heads.labels_to_rows(labels.to(self.device), ignore=IGNORE)
+        return (rows != IGNORE).sum(dim=0).double()
+
+    @property
+    def device(self) -> torch.device:
+        """Where the heads are."""
+        return next(self.heads.parameters()).device
+
+    def forward(
+        self, *, labels: Tensor, num_pairs: Tensor, with_ranks: bool = False, **batch: Tensor
+    ) -> dict[str, Any]:
+        """The weighted loss of a batch.
+
+        Args:
+            labels: [N, K] int64 token ids, ``IGNORE`` where a pair is not valid.
+            num_pairs: [K] denominators: valid pairs of the whole accumulated batch.
+            with_ranks: also count the top-n hits.
+            **batch: what :attr:`source` reads.
+
+        Returns:
+            ``loss`` [] and ``counts``, the batch's :class:`HeadCounts`.
+        """
+        states = self.source(batch).to(next(self.heads.parameters()).dtype)
+        rows = self.heads.labels_to_rows(labels, ignore=IGNORE)
+        loss = states.new_zeros(())
+        parts = []
+        # The products choose their own dtype; autocast must not choose it again.
+        with torch.autocast(states.device.type, enabled=False):
+            for k in range(self.heads.config.num_heads):
+                loss_sum, part = self._head_loss(states, rows[:, k], head=k, with_ranks=with_ranks)
+                weight = self.head_weights[k] / num_pairs[k].clamp(min=1)
+                loss = loss + loss_sum * weight.to(loss_sum.dtype)
+                parts.append(part)
+        return {"loss": loss, "counts": HeadCounts.from_stacked(torch.stack(parts))}
+
+    def _head_loss(
+        self, states: Tensor, labels: Tensor, *, head: int, with_ranks: bool
+    ) -> tuple[Tensor, Tensor]:
+        is_valid = labels != IGNORE
+        weight, bias = self.heads.output_weight(
+            head, lm_head_weight=self.lm_head_weight, lm_head_bias=self.lm_head_bias
+        )
+        loss_sum, ranks = chunked_cross_entropy(
+            self.heads.trunk(states[is_valid], head=head),
+            weight,
+            bias=bias,
+            labels=labels[is_valid],
+            chunk_size=self.chunk_size,
+            compute_dtype=self.compute_dtype,
+            with_ranks=with_ranks,
+        )
+        pairs = is_valid.sum().double()
+        ranked = pairs if with_ranks else torch.zeros_like(pairs)
+        columns = [loss_sum.detach().double(), *hits_from_ranks(ranks), pairs, ranked]
+        return loss_sum, torch.stack(columns)

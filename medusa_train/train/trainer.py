@@ -1,0 +1,221 @@
+"""The Hugging Face Trainer, with what head training needs changed and nothing else.
+
+Changed: the denominators of the loss (valid pairs per head in the global accumulated batch), what a
+checkpoint holds (the trainable tensors, as a heads directory), that a checkpoint appears whole or
+not at all, the per-head figures in the log, and that a loss that is not finite ends the run.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers.trainer_callback import PrinterCallback
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
+
+from medusa_train.errors import MedusaTrainError
+from medusa_train.heads.checkpoint import load_heads, save_heads
+from medusa_train.heads.config import BaseIdentity
+from medusa_train.metrics import HeadCounts
+from medusa_train.train.module import HeadsModule
+from medusa_train.train.tracking import TrainingLog
+
+STAGING = ".partial"
+
+
+class HeadsTrainer(Trainer):
+    """Trains a :class:`HeadsModule`.
+
+    Args:
+        module: base and heads.
+        args: the Trainer's arguments.
+        identity: of the base, written into every checkpoint.
+        train_dataset: items that ``collate`` turns into batches.
+        eval_dataset: the same for ``eval_strategy``; None for no evaluation while training.
+        collate: items → batch.
+        callbacks: the log, the trackers.
+    """
+
+    # The loss is divided by the pairs of the whole accumulated batch: no further division.
+    loss_is_scaled_for_ga = True
+
+    def __init__(
+        self,
+        module: HeadsModule,
+        args: TrainingArguments,
+        *,
+        identity: BaseIdentity,
+        train_dataset: Dataset[dict[str, Tensor]],
+        eval_dataset: Dataset[dict[str, Tensor]] | None,
+        collate: Callable[[Sequence[Any]], dict[str, Tensor]],
+        callbacks: list[TrainerCallback],
+    ) -> None:
+        super().__init__(
+            model=module,
+            args=args,
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            data_collator=collate,
+            callbacks=callbacks,
+        )
+        self.remove_callback(PrinterCallback)
+        self.module = module
+        self.identity = identity
+        self.is_staging = False
+        self._counts = HeadCounts.zeros(module.heads.config.num_heads, device=args.device)
+        self._is_finite = torch.ones((), dtype=torch.bool, device=args.device)
+
+    def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Tensor:
+        """[K] valid pairs of each head in all micro-batches of all processes."""
+        pairs = torch.zeros(self.module.heads.config.num_heads, dtype=torch.float64, device=device)
+        for batch in batch_samples:
+            pairs += self.module.count_pairs(batch["labels"]).to(device)
+        total: Tensor = self.accelerator.reduce(pairs, reduction="sum")
+        return total
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Tensor],
+        return_outputs: bool = False,
+        num_items_in_batch: Tensor | int | None = None,
+    ) -> Any:
+        """The module's loss, times the number of processes, which average their gradients."""
+        num_pairs = num_items_in_batch
+        if num_pairs is None:
+            num_pairs = self.module.count_pairs(inputs["labels"])
+        outputs = model(**inputs, num_pairs=num_pairs, with_ranks=self._takes_ranks())
+        loss = outputs["loss"] * self.accelerator.num_processes
+        self._is_finite &= loss.detach().isfinite()
+        self._counts = self._counts + outputs["counts"]
+        return (loss, outputs) if return_outputs else loss
+
+    def _takes_ranks(self) -> bool:
+        """Ranks cost a pass over the logits, so only the steps that are logged take them."""
+        step = self.state.global_step + 1
+        interval = max(1, int(self.state.logging_steps))
+        return step % interval == 0 or step in {1, self.state.max_steps}
+
+    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        if self.control.should_log or self.control.should_save or self.control.should_evaluate:
+            self.check_finite()
+        super()._maybe_log_save_evaluate(*args, **kwargs)
+
+    def check_finite(self) -> None:
+        """Raise if any loss since the start was not finite; one read of the device.
+
+        Raises:
+            MedusaTrainError: nothing of such a step is logged or saved.
+        """
+        if not bool(self._is_finite):
+            raise MedusaTrainError(
+                f"the loss is not finite at step {self.state.global_step} or just before it; "
+                "lower train.trainer.learning_rate, raise its warm-up, or look for bad rows in "
+                "the data; the last checkpoint is from before that step"
+            )
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Add the per-head figures since the last log."""
+        if "loss" in logs:
+            stacked = self.accelerator.reduce(self._counts.stacked(), reduction="sum")
+            logs = {**logs, **HeadCounts.from_stacked(stacked).log_values()}
+            logs["pairs"] = stacked[:, -2].sum().item()
+            self._counts = HeadCounts.zeros(len(stacked), device=stacked.device)
+        super().log(logs, start_time)
+
+    def evaluate(
+        self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval"
+    ) -> dict[str, float]:
+        """Per-head loss and accuracy on the eval split, over all its pairs."""
+        del eval_dataset, ignore_keys
+        counts = HeadCounts.zeros(self.module.heads.config.num_heads, device=self.args.device)
+        self.module.heads.eval()
+        with torch.no_grad():
+            for batch in self.get_eval_dataloader():
+                inputs = self._prepare_inputs(batch)
+                pairs = self.module.count_pairs(inputs["labels"])
+                counts += self.module(**inputs, num_pairs=pairs, with_ranks=True)["counts"]
+        self.module.heads.train()
+        stacked = self.accelerator.reduce(counts.stacked(), reduction="sum")
+        values = HeadCounts.from_stacked(stacked).log_values()
+        metrics = {f"{metric_key_prefix}_{name}": value for name, value in values.items()}
+        self.log(metrics)
+        self.control = self.callback_handler.on_evaluate(
+            self.args, self.state, self.control, metrics
+        )
+        return metrics
+
+    def fit(self, checkpoint: Path | None = None) -> None:
+        """Train to the end, from ``checkpoint`` or from the start.
+
+        Raises:
+            MedusaTrainError: a loss was not finite, or a checkpoint could not be written.
+        """
+        try:
+            self.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+        finally:
+            for callback in self.callback_handler.callbacks:
+                if isinstance(callback, TrainingLog):
+                    callback.close()
+        self.check_finite()
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        """Write the heads, and nothing of the base."""
+        del state_dict
+        if self.args.should_save and output_dir is not None:
+            save_heads(self.module.heads, Path(output_dir), base=self.identity)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        del model
+        heads, _ = load_heads(
+            Path(resume_from_checkpoint), base_fingerprint=self.identity.fingerprint
+        )
+        self.module.heads.load_state_dict(heads.state_dict())
+
+    def _get_output_dir(self, trial: Any) -> str:
+        directory = super()._get_output_dir(trial)
+        return str(Path(directory) / STAGING) if self.is_staging else directory
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        """Let the Trainer write into a staging directory, then rename: whole or not there."""
+        directory = Path(self._get_output_dir(trial))
+        staging = directory / STAGING
+        if self.args.should_save:
+            shutil.rmtree(staging, ignore_errors=True)
+        self.accelerator.wait_for_everyone()
+        self.is_staging = True
+        try:
+            super()._save_checkpoint(model, trial)
+        except OSError as error:
+            raise MedusaTrainError(
+                f"{directory}: the checkpoint cannot be written: {error.strerror}; make room and "
+                "run the same command again, it goes on from the checkpoint before"
+            ) from error
+        finally:
+            self.is_staging = False
+        self.accelerator.wait_for_everyone()
+        if self.args.should_save:
+            name = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+            shutil.rmtree(directory / name, ignore_errors=True)
+            (staging / name).rename(directory / name)
+            rotate_checkpoints(
+                output_dir=str(directory),
+                save_total_limit=self.args.save_total_limit,
+                best_model_checkpoint=self.state.best_model_checkpoint,
+            )
+
+
+def last_checkpoint(directory: Path) -> Path | None:
+    """The complete checkpoint with the most steps in ``directory``, or None."""
+    found = [
+        (int(path.name.removeprefix(f"{PREFIX_CHECKPOINT_DIR}-")), path)
+        for path in directory.glob(f"{PREFIX_CHECKPOINT_DIR}-*")
+        if path.name.removeprefix(f"{PREFIX_CHECKPOINT_DIR}-").isdigit()
+    ]
+    return max(found)[1] if found else None
