@@ -1,0 +1,105 @@
+"""What the three commands share: exit codes, one-line errors, ``--version``.
+
+Nothing here or at the top of the command modules may import torch or transformers, so that
+``--help`` answers at once; each command imports what it needs in its body.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import typer
+import typer.core
+
+from medusa_train.errors import MedusaTrainError
+
+INTERRUPTED = 130
+
+# Typer's own copy of click is private; the base of the one usage error that it exports is all of
+# them: unknown options and commands, missing and bad values.
+_UsageError: type[Exception] = typer.BadParameter.__bases__[0]
+
+Overrides = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="KEY=VALUE",
+        help="Set any key of the recipe, such as heads.num_heads=3. May be given many times.",
+    ),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")]
+
+
+class ErrorGroup(typer.core.TyperGroup):
+    """A command group that ends with the exit codes of :mod:`medusa_train.errors`."""
+
+    def main(
+        self,
+        args: Sequence[str] | None = None,
+        prog_name: str | None = None,
+        complete_var: str | None = None,
+        standalone_mode: bool = True,
+        windows_expand_args: bool = True,
+        **extra: Any,
+    ) -> Any:
+        """Run the command and exit: 0 done, 1 failed, 2 bad input, 130 interrupted."""
+        try:
+            code = super().main(args, prog_name, complete_var, False, windows_expand_args, **extra)
+        except MedusaTrainError as error:
+            print_errors(error)
+            code = error.exit_code
+        except _UsageError as error:
+            code = _print_usage_error(error)
+        except typer.Abort:
+            code = 1
+        if code == INTERRUPTED:
+            typer.echo("interrupted", err=True)
+        if standalone_mode:
+            sys.exit(code)
+        return code
+
+
+def make_app(help_text: str, *, name: str) -> typer.Typer:
+    """A group of commands called ``name`` with ``--version`` and our errors."""
+    app = typer.Typer(
+        name=name,
+        help=help_text,
+        cls=ErrorGroup,
+        add_completion=False,
+        pretty_exceptions_enable=False,
+        rich_markup_mode=None,
+    )
+
+    def options(
+        version: Annotated[
+            bool,
+            typer.Option("--version", help="Print the version.", callback=_version, is_eager=True),
+        ] = False,
+    ) -> None:
+        pass
+
+    app.callback()(options)
+    return app
+
+
+def print_errors(error: MedusaTrainError) -> None:
+    """Print each of the error's lines on stderr."""
+    for line in error.lines:
+        typer.echo(f"error: {line}", err=True)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        from medusa_train import __version__
+
+        typer.echo(f"medusa-train {__version__}")
+        raise typer.Exit
+
+
+def _print_usage_error(error: Any) -> int:
+    command = error.ctx.command_path if error.ctx else "medusa-train"
+    message = error.format_message().rstrip(".")
+    typer.echo(f"error: {command}: {message}; see `{command} --help`", err=True)
+    return int(error.exit_code)
