@@ -2,7 +2,7 @@
 # From nothing to trained heads and a report on two CPU cores: make a virtual environment, get the
 # demo model, run recipes/smollm2-135m.yaml, and say how long each stage took.
 #
-#   bash scripts/quickstart.sh [OPTIONS OF medusa-train run]
+#   bash scripts/quickstart.sh
 #
 # See scripts/setup.sh for the variables PYTHON and TORCH. Run again, it goes on where it stopped.
 set -euo pipefail
@@ -12,7 +12,7 @@ bash scripts/setup.sh
 installed=$SECONDS
 .venv/bin/python scripts/make_demo_model.py
 converted=$SECONDS
-.venv/bin/medusa-train run recipes/smollm2-135m.yaml "$@"
+.venv/bin/medusa-train run recipes/smollm2-135m.yaml
 finished=$SECONDS
 
 .venv/bin/python - "$installed" "$((converted - installed))" "$((finished - converted))" <<'PYTHON'

@@ -57,7 +57,7 @@ class ErrorGroup(typer.core.TyperGroup):
         if code == INTERRUPTED:
             typer.echo("interrupted", err=True)
         if standalone_mode:
-            sys.exit(code)
+            sys.exit(code or 0)
         return code
 
 

@@ -13,7 +13,7 @@ from typing import Any, TypeVar, get_args
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from medusa_train.recipe.schema import DistillSection
+from medusa_train.recipe.schema import DistillSection, Recipe
 from medusa_train.recipe.trainer_block import check_trainer
 from medusa_train.recipe.yaml_reader import Key, show
 
@@ -45,13 +45,13 @@ def field_mistakes(schema: type[Config], value: Any) -> tuple[Config | None, lis
         return None, [(tuple(detail["loc"]), _message(schema, detail)) for detail in details]
 
 
-def combined_mistakes(value: Any) -> Iterator[Wrong]:
+def combined_mistakes(schema: type[BaseModel], value: Mapping[str, Any]) -> Iterator[Wrong]:
     """Yield what is wrong between keys; a key that has no value of its type is left out."""
     data = _section(value, "data")
-    if "data" in value and isinstance(value["data"], dict):
+    if schema is Recipe and isinstance(value.get("data"), dict):
         yield from _source_mistakes(data)
     if isinstance(data.get("distill"), dict):
-        yield from _distill_mistakes(data["distill"], data.get("max_length", None))
+        yield from _distill_mistakes(data["distill"], data.get("max_length"))
     trainer = _section(_section(value, "train"), "trainer")
     for name, message in check_trainer(trainer):
         yield ("train", "trainer", name), message
@@ -94,8 +94,8 @@ def _number(distill: Mapping[str, Any], name: str) -> int:
     return value if isinstance(value, int) else int(default)
 
 
-def _section(value: Any, name: str) -> Mapping[str, Any]:
-    section = value.get(name) if isinstance(value, dict) else None
+def _section(value: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    section = value.get(name)
     return section if isinstance(section, dict) else {}
 
 

@@ -124,7 +124,7 @@ def _load(
     config: Config | None = None
     if source.value is not None:
         config, wrong = field_mistakes(schema, source.value)
-        wrong += combined_mistakes(source.value)
+        wrong += combined_mistakes(schema, source.value)
         # A value that could not be read has had its message; what follows from that is no news.
         unread = [mistake.key for mistake in mistakes]
         mistakes += [

@@ -119,6 +119,7 @@ def _apply(override: str, source: Source, *, place: Place) -> None:
     for depth, part in enumerate(parts[:-1], start=1):
         if section.get(part) is None:
             section[part] = {}
+            source.places.setdefault(parts[:depth], place)
         section = section[part]
         if not isinstance(section, dict):
             message = f"{'.'.join(parts[:depth])} is no section, so nothing in it can be set"

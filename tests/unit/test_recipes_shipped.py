@@ -1,0 +1,53 @@
+"""The recipes that ship: all load, each has its header, their values are the published ones."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from medusa_train.recipe.load import load_recipe
+
+ROOT = Path(__file__).parents[2]
+RECIPES = sorted((ROOT / "recipes").rglob("*.yaml"))
+NAMES = [
+    "llama3.1-8b",
+    "mistral7b",
+    "qwen3-8b",
+    "smollm2-135m",
+    "vicuna13b",
+    "vicuna33b",
+    "vicuna7b",
+    "zephyr7b",
+]
+
+
+def test_none_is_missing_and_none_is_left_out():
+    assert [path.stem for path in RECIPES] == NAMES
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_it_loads_and_says_what_it_is(path):
+    loaded = load_recipe(path)
+    assert [line for line in loaded.missing if "sharegpt.json" not in line] == []
+    header = path.read_text(encoding="utf-8").split("\n\n")[0]
+    for label in ("What", "Hardware", "Command", "Measured"):
+        assert f"# {label}:" in header
+    assert f"medusa-train run recipes/{path.name}" in header
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_the_values_are_the_published_ones(path):
+    recipe = load_recipe(path).recipe
+    assert recipe.train.head_loss_decay == 0.8
+    assert recipe.train.trainer["lr_scheduler_type"] == "cosine"
+    if path.stem == "smollm2-135m":
+        assert recipe.heads.num_heads == 4
+        return
+    assert (recipe.heads.num_heads, recipe.heads.num_layers) == (5, 1)
+    assert recipe.train.trainer["num_train_epochs"] == 2
+    if path.stem.startswith("vicuna"):
+        assert recipe.train.trainer["learning_rate"] == 1e-3
+    else:
+        assert recipe.train.trainer["learning_rate"] == 2e-3
+        assert recipe.train.trainer["warmup_steps"] == 40
