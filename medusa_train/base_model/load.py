@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +14,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.utils.logging import disable_progress_bar
 
 from medusa_train.base_model.features import LogitRule, check_features
 from medusa_train.base_model.fingerprint import base_fingerprint, first_line
@@ -82,6 +84,9 @@ def load_base_model(
     tokenizer = load_tokenizer(
         name_or_path, gguf_file=gguf_file, revision=revision, trust_remote_code=trust_remote_code
     )
+    if not sys.stderr.isatty():
+        # In a log file transformers' bar is one long line.
+        disable_progress_bar()
     options: dict[str, Any] = {
         "revision": revision,
         "dtype": dtype if dtype == "auto" else getattr(torch, dtype),

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 from transformers import PreTrainedModel
 
+from medusa_train.base_model.features import output_projection
 from medusa_train.console import log, progress
 from medusa_train.data.conversations import Conversation
 from medusa_train.data.examples import valid_pairs
@@ -68,8 +69,8 @@ def build_cache(
     """
     plan = plan_shards(conversations)
     total = sum(shard.offsets[-1] for shard in plan)
-    hidden_size = model.config.get_text_config().hidden_size
-    log(f"hidden states: {total:,} positions, {total * hidden_size * 2 / 2**20:,.0f} MiB as bf16")
+    num_bytes = total * output_projection(model)[0].shape[1] * 2
+    log(f"hidden states: {total:,} positions, {num_bytes / 2**20:,.1f} MiB as bf16")
     _claim(directory, fingerprint)
     missing = [shard for shard in plan if not (directory / shard.name).exists()]
     done = total - sum(shard.offsets[-1] for shard in missing)

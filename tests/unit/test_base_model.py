@@ -1,0 +1,147 @@
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from medusa_train.base_model.features import LogitRule, check_features, hidden_states
+from medusa_train.base_model.fingerprint import base_fingerprint
+from medusa_train.base_model.load import load_base_model, load_stop_ids
+from medusa_train.errors import InputError
+from tests.models_for_tests import ARCHITECTURES, make_model, save_base
+from tests.tokenizers_for_tests import END, make_tokenizer
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_rule_reproduces_the_models_logits(architecture: str) -> None:
+    expected = {
+        "gemma2": LogitRule(soft_cap=3.0),
+        "cohere": LogitRule(scale=0.25),
+        "granite": LogitRule(scale=0.25),
+    }
+    assert check_features(make_model(architecture)) == expected.get(architecture, LogitRule())
+
+
+class _OddLogits(torch.nn.Module):
+    """Stands in for an architecture whose forward does something that no config key names."""
+
+    def __init__(self, inner: torch.nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+        self.weight = inner.weight
+        self.bias = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x) ** 3
+
+
+def _with_head(model: PreTrainedModel) -> PreTrainedModel:
+    model.set_output_embeddings(_OddLogits(model.get_output_embeddings()))
+    return model
+
+
+def test_unknown_post_processing_is_refused_by_name() -> None:
+    with pytest.raises(InputError, match=r"LlamaForCausalLM.*its logits are neither"):
+        check_features(_with_head(make_model("llama")))
+
+
+class _Scaled(torch.nn.Module):
+    def __init__(self, inner: torch.nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, **inputs: object) -> object:
+        output = self.inner(**inputs)
+        output.last_hidden_state = output.last_hidden_state * 2
+        return output
+
+
+def test_features_that_are_not_lm_heads_input_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make_model("llama")
+    monkeypatch.setattr(type(model), "base_model", property(lambda self: _Scaled(self.model)))
+    with pytest.raises(InputError, match="the input of its lm_head is not"):
+        check_features(model)
+
+
+def test_right_padding_does_not_change_the_states_of_real_tokens() -> None:
+    for architecture in ARCHITECTURES:
+        model = make_model(architecture, dtype=torch.float64)
+        ids = torch.randint(0, 64, (1, 20), generator=torch.Generator().manual_seed(0))
+        padded = torch.cat([ids, torch.zeros(1, 9, dtype=torch.int64)], dim=1)
+        alone, beside = hidden_states(model, ids), hidden_states(model, padded)[:, :20]
+        torch.testing.assert_close(alone, beside, atol=1e-9, rtol=1e-9)
+
+
+def test_load_from_a_directory(tmp_path: Path) -> None:
+    directory = save_base(tmp_path / "m", tied=True)
+    base = load_base_model(str(directory), dtype="bfloat16", device="cpu")
+    assert base.model.dtype == torch.bfloat16
+    assert not base.model.training
+    assert not any(parameter.requires_grad for parameter in base.model.parameters())
+    assert base.stop_ids == (base.tokenizer.convert_tokens_to_ids(END),)
+    assert load_stop_ids(str(directory), tokenizer=base.tokenizer) == base.stop_ids
+    assert base.num_tokens == len(make_tokenizer())
+
+
+@pytest.mark.parametrize(
+    ("missing", "message"),
+    [
+        ("config.json", "no config.json in it"),
+        ("model.safetensors", "no model.safetensors or pytorch_model.bin in it"),
+    ],
+)
+def test_missing_files_are_named(tmp_path: Path, missing: str, message: str) -> None:
+    directory = save_base(tmp_path / "m")
+    (directory / missing).unlink()
+    with pytest.raises(InputError, match=message):
+        load_base_model(str(directory))
+
+
+def test_an_unknown_architecture_is_an_input_error(tmp_path: Path) -> None:
+    directory = save_base(tmp_path / "m")
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps({**config, "model_type": "no-such-type"}))
+    with pytest.raises(InputError, match="cannot be loaded"):
+        load_base_model(str(directory))
+
+
+def test_code_in_a_checkpoint_is_not_run_unless_asked(tmp_path: Path) -> None:
+    directory = save_base(tmp_path / "m")
+    config = json.loads((directory / "config.json").read_text())
+    config["auto_map"] = {
+        "AutoConfig": "evil.EvilConfig",
+        "AutoModelForCausalLM": "evil.EvilModel",
+    }
+    config["model_type"] = "evil"
+    (directory / "config.json").write_text(json.dumps(config))
+    (directory / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w').close()\n")
+    with pytest.raises(InputError, match="cannot be loaded"):
+        load_base_model(str(directory))
+    assert not (tmp_path / "ran").exists()
+
+
+def test_fingerprint_follows_the_model_and_not_its_place(tmp_path: Path) -> None:
+    first = save_base(tmp_path / "a")
+    original = base_fingerprint(str(first))
+    shutil.copytree(first, tmp_path / "b")
+    assert base_fingerprint(str(tmp_path / "b")) == original
+    assert base_fingerprint(str(save_base(tmp_path / "c", seed=1))) != original
+    assert base_fingerprint(str(save_base(tmp_path / "d", hidden_size=64))) != original
+
+
+def test_fingerprint_of_sharded_weights(tmp_path: Path) -> None:
+    directory = save_base(tmp_path / "m")
+    single = base_fingerprint(str(directory))
+    model = load_base_model(str(directory), device="cpu").model
+    (directory / "model.safetensors").unlink()
+    model.save_pretrained(directory, max_shard_size="50KB")
+    shards = sorted(directory.glob("model-*.safetensors"))
+    assert len(shards) > 1
+    assert base_fingerprint(str(directory)) != single
+    shards[-1].unlink()
+    with pytest.raises(InputError, match=f"the weights file {shards[-1].name} is missing"):
+        base_fingerprint(str(directory))

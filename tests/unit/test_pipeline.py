@@ -1,0 +1,201 @@
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from medusa_train.errors import InputError
+from medusa_train.pipeline import run_pipeline
+from medusa_train.recipe.load import load_recipe
+from medusa_train.run_dir import locked
+from tests.models_for_tests import ARCHITECTURES, file_hashes, save_base
+from tests.training_for_tests import cyclic_rows, write_recipe
+
+FILES_OF_A_RUN = {
+    "recipe.resolved.yaml",
+    "manifest.json",
+    "metrics.jsonl",
+    "heads/medusa_lm_head.safetensors",
+    "heads/config.json",
+    "heads/heads_spec.json",
+    "heads/tokenizer.json",
+    "report/heads_accuracy.json",
+    "report/heads_accuracy.md",
+    "report/heads_accuracy.html",
+    "report/ranks.safetensors",
+}
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_base(tmp_path_factory.mktemp("base"))
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("tied", [False, True])
+def test_every_architecture_trains_saves_reloads_and_measures(
+    tmp_path: Path, architecture: str, tied: bool
+) -> None:
+    base = save_base(tmp_path / "base", architecture, tied=tied)
+    before = file_hashes(base)
+    loaded = write_recipe(tmp_path, base=base, rows=cyclic_rows(16))
+    run = run_pipeline(loaded)
+    written = {str(path.relative_to(run.root)) for path in run.root.rglob("*")}
+    assert written >= FILES_OF_A_RUN
+    report = json.loads((run.report / "heads_accuracy.json").read_text())
+    assert [head["predicts"] for head in report["heads"]] == ["t+2", "t+3", "t+4"]
+    assert report["num_conversations"] > 0
+    assert 1.0 <= report["chain"]["acceptance_length"] <= 4.0
+    assert file_hashes(base) == before
+
+
+@pytest.mark.parametrize("num_heads", [1, 8])
+def test_one_head_and_many_heads(tmp_path: Path, base: Path, num_heads: int) -> None:
+    """Case 16, training and accuracy."""
+    loaded = write_recipe(
+        tmp_path, base=base, rows=cyclic_rows(16), overrides=[f"heads.num_heads={num_heads}"]
+    )
+    run = run_pipeline(loaded)
+    report = json.loads((run.report / "heads_accuracy.json").read_text())
+    assert len(report["heads"]) == num_heads
+
+
+@pytest.mark.parametrize("layout", ["full", "shared"])
+def test_truncated_vocabulary(tmp_path: Path, base: Path, layout: str) -> None:
+    """Only the cycle's tokens are named, and all of them are: nothing is out of reach."""
+    loaded = write_recipe(
+        tmp_path, base=base, rows=cyclic_rows(24),
+        overrides=[
+            "heads.vocab_size=11", f"heads.layout={layout}", "train.trainer.max_steps=60",
+            "train.trainer.learning_rate=0.02",
+        ],
+    )  # fmt: skip
+    run = run_pipeline(loaded)
+    report = json.loads((run.report / "heads_accuracy.json").read_text())
+    assert report["heads"][0]["top_k_accuracy"][0] > 0.9
+    assert report["heads"][0]["top_k_accuracy"][9] > report["heads"][0]["top_k_accuracy"][0] - 1e-9
+
+
+def test_other_settings_need_to_be_asked_for(tmp_path: Path, base: Path) -> None:
+    run_pipeline(write_recipe(tmp_path, base=base, rows=cyclic_rows(16)))
+    changed = load_recipe(tmp_path / "recipe.yaml", ["train.trainer.learning_rate=0.5"])
+    heads = file_hashes(changed.run_dir / "heads")
+    with pytest.raises(InputError, match="the stage train ran here with other settings"):
+        run_pipeline(changed)
+    assert file_hashes(changed.run_dir / "heads") == heads
+    run_pipeline(changed, start="train")
+    assert file_hashes(changed.run_dir / "heads") != heads
+
+
+def test_only_runs_one_stage(tmp_path: Path, base: Path) -> None:
+    loaded = write_recipe(tmp_path, base=base, rows=cyclic_rows(16))
+    with pytest.raises(InputError, match="the stage accuracy has nothing to read yet"):
+        run_pipeline(loaded, only="accuracy")
+    run = run_pipeline(loaded, only="hidden-states")
+    assert (run.hidden_states / "train" / "manifest.json").exists()
+    assert not run.heads.exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"only": "distill"}, "--only distill: .* does not have it; choose from hidden-states"),
+        ({"start": "tarin"}, "--from tarin: no such stage; choose from"),
+        ({"only": "train", "start": "train"}, "exclude each other"),
+    ],
+)
+def test_wrong_stages_are_input_errors(
+    tmp_path: Path, base: Path, options: dict[str, str], message: str
+) -> None:
+    loaded = write_recipe(tmp_path, base=base, rows=cyclic_rows(16))
+    with pytest.raises(InputError, match=message):
+        run_pipeline(loaded, **options)  # type: ignore[arg-type]
+    assert not loaded.run_dir.exists()
+
+
+def test_dry_run_writes_nothing(
+    tmp_path: Path, base: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    loaded = write_recipe(tmp_path, base=base, rows=cyclic_rows(16))
+    run_pipeline(loaded, dry_run=True)
+    assert not loaded.run_dir.exists()
+    shown = capsys.readouterr().err
+    for stage in ("hidden-states", "train", "accuracy"):
+        assert stage in shown
+
+
+def test_hidden_states_can_be_dropped_after_training(tmp_path: Path, base: Path) -> None:
+    overrides = ["train.keep_hidden_states=false"]
+    loaded = write_recipe(tmp_path, base=base, rows=cyclic_rows(16), overrides=overrides)
+    run = run_pipeline(loaded)
+    assert not run.hidden_states.exists()
+    before = file_hashes(run.heads)
+    run_pipeline(loaded)
+    assert not run.hidden_states.exists()
+    assert file_hashes(run.heads) == before
+
+
+def test_two_processes_on_one_run_are_refused(tmp_path: Path, base: Path) -> None:
+    loaded = write_recipe(tmp_path, base=base, rows=cyclic_rows(16))
+    with (
+        locked(loaded.run_dir),
+        pytest.raises(InputError, match="another process is working here"),
+    ):
+        run_pipeline(loaded)
+
+
+def test_evaluation_while_training(tmp_path: Path, base: Path) -> None:
+    overrides = ["train.trainer.eval_strategy=steps", "train.trainer.eval_steps=2"]
+    loaded = write_recipe(tmp_path, base=base, rows=cyclic_rows(24), overrides=overrides)
+    run = run_pipeline(loaded)
+    lines = [json.loads(line) for line in run.metrics.read_text().splitlines()]
+    evaluated = [line for line in lines if "eval_head1_top1" in line]
+    assert [line["step"] for line in evaluated] == [2, 4]
+    # The last evaluation saw the final heads: its figures are the report's.
+    report = json.loads((run.report / "heads_accuracy.json").read_text())
+    for head in report["heads"]:
+        measured = evaluated[-1][f"eval_head{head['head']}_top1"]
+        assert measured == pytest.approx(head["top_k_accuracy"][0], abs=0.02)
+
+
+def test_another_base_is_refused_by_a_finished_run(tmp_path: Path, base: Path) -> None:
+    loaded = write_recipe(tmp_path, base=base, rows=cyclic_rows(16))
+    run_pipeline(loaded)
+    other = save_base(tmp_path / "other", seed=3)
+    changed = load_recipe(tmp_path / "recipe.yaml", [f"base_model.name_or_path={other}"])
+    with pytest.raises(InputError, match="ran here with other settings"):
+        run_pipeline(changed)
+
+
+def test_manifest_says_what_ran(tmp_path: Path, base: Path) -> None:
+    run = run_pipeline(write_recipe(tmp_path, base=base, rows=cyclic_rows(16)))
+    manifest = json.loads(run.manifest.read_text())
+    assert set(manifest["stages"]) == {"hidden-states", "train", "accuracy"}
+    for record in manifest["stages"].values():
+        assert record["finished"]
+        assert record["seconds"] >= 0
+    assert manifest["versions"]["torch"]
+    assert load_recipe(run.recipe).recipe == load_recipe(tmp_path / "recipe.yaml").recipe
+
+
+def test_wandb_offline(tmp_path: Path, base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("wandb", reason="the extra wandb is not installed")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    monkeypatch.setenv("WANDB_DIR", str(tmp_path))
+    overrides = ["tracking.wandb=true", "tracking.project=heads"]
+    run_pipeline(write_recipe(tmp_path, base=base, rows=cyclic_rows(16), overrides=overrides))
+    assert list((tmp_path / "wandb").glob("offline-run-*/*.wandb"))
+
+
+def test_unwritable_output_fails_before_training(tmp_path: Path, base: Path) -> None:
+    blocked = tmp_path / "file"
+    blocked.write_text("not a directory")
+    loaded = write_recipe(
+        tmp_path, base=base, rows=cyclic_rows(16), overrides=[f"run_dir={blocked}/run"]
+    )
+    with pytest.raises(InputError, match="cannot be written"):
+        run_pipeline(loaded)
+    shutil.rmtree(tmp_path / "dataset")
