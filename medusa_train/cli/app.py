@@ -100,6 +100,7 @@ def _version(wanted: bool) -> None:
 
 def _print_usage_error(error: Any) -> int:
     command = error.ctx.command_path if error.ctx else "medusa-train"
-    message = error.format_message().rstrip(".")
+    # Newer releases of typer put pydantic's prefix before a value that is no choice.
+    message = error.format_message().replace("Value error, ", "").rstrip(".")
     typer.echo(f"error: {command}: {message}; see `{command} --help`", err=True)
     return int(error.exit_code)

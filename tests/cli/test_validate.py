@@ -89,7 +89,7 @@ def test_an_override():
         ),
         (
             ("run", "no.yaml", "--only", "nap"),
-            "error: medusa-train run: Invalid value for '--only': Value error, 'nap' is not one of "
+            "error: medusa-train run: Invalid value for '--only': 'nap' is not one of "
             "'data', 'distill', 'hidden-states', 'train', 'accuracy'; "
             "see `medusa-train run --help`\n",
         ),
