@@ -52,7 +52,7 @@ def test_an_error_on_the_page_is_one_that_the_code_gives(heading, texts):
     for fragment in heading.split("…"):
         words = fragment.strip(" :;,'?")
         # Messages are put together from parts, so each clause is looked for by itself.
-        for clause in [words] if words in texts else words.split("; "):
+        for clause in [words] if words in texts else re.split("; |: ", words):
             assert clause in texts, clause
 
 
