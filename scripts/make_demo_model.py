@@ -99,7 +99,12 @@ def check_reload(model: Any, tokenizer: Any, directory: Path) -> None:
 
 def make(output: Path) -> None:
     """Write the model directory ``output``; it appears whole or not at all."""
-    model, tokenizer = load_gguf(find_gguf())
+    gguf = find_gguf()
+
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    model, tokenizer = load_gguf(gguf)
     with atomic_directory(output) as temporary:
         model.save_pretrained(temporary)
         tokenizer.save_pretrained(temporary)
