@@ -73,7 +73,8 @@ def measure_heads(
         if base_model is not None:
             overrides.append(f"base_model.name_or_path={base_model}")
         workspace = Workspace(load_recipe(run.recipe, overrides))
-        base, rows = workspace.base, list(workspace.data.eval)
+        base = workspace.base
+        rows: Sequence[Conversation] = workspace.data.eval
     else:
         name = base_model or identity.name_or_path
         log(f"loading {name}")
@@ -104,14 +105,16 @@ def _rows(
     data: Path, base: BaseModel, *, chat_template: str | None, max_length: int | None
 ) -> Sequence[Conversation]:
     if is_dataset(data):
-        rows, path = read_conversations(data), data / CONVERSATIONS_FILE
+        path = data / CONVERSATIONS_FILE
+        rows = read_conversations(data)
     else:
         chat = ChatTokenizer(
             base.tokenizer,
             stop_ids=base.stop_ids,
             chat_template=None if chat_template is None else read_chat_template(chat_template),
         )
-        (rows, report), path = load_conversations_file(data, chat), data
+        path = data
+        rows, report = load_conversations_file(data, chat)
         for line in report.location_lines():
             warn(line)
     check_token_ids(rows, vocab_size=base.num_tokens, path=path)

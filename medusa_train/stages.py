@@ -28,14 +28,21 @@ from medusa_train.data.conversations import (
     write_dataset,
 )
 from medusa_train.data.sources import load_conversations_file, truncate_rows
-from medusa_train.distill.run import DistillSettings, run_distill
+from medusa_train.distill.run import run_distill
+from medusa_train.distill.settings import DistillSettings
 from medusa_train.errors import InputError
 from medusa_train.evaluate.heads_accuracy import evaluate_heads
 from medusa_train.heads.checkpoint import SPEC_FILE, heads_fingerprint, save_heads
 from medusa_train.hidden_states.cache import MANIFEST_FILE as CACHE_MANIFEST
 from medusa_train.hidden_states.cache import build_cache
-from medusa_train.recipe.load import LoadedRecipe
-from medusa_train.run_dir import RunDir, atomic_directory, file_fingerprint, fingerprint
+from medusa_train.recipe.load import LoadedDistillConfig, LoadedRecipe
+from medusa_train.run_dir import (
+    RunDir,
+    atomic_directory,
+    check_writable,
+    file_fingerprint,
+    fingerprint,
+)
 from medusa_train.train.build import CacheLocation, TrainingData, build_trainer
 from medusa_train.train.trainer import last_checkpoint
 
@@ -246,6 +253,26 @@ def _distill(workspace: Workspace) -> Mapping[str, Any]:
         output=workspace.run.data,
     )
     return {"num_conversations": manifest["num_conversations"]}
+
+
+def generate_dataset(loaded: LoadedDistillConfig, *, output: Path) -> dict[str, Any]:
+    """Generate a data set apart from any run: what ``medusa-distill generate`` does.
+
+    Returns:
+        The data set's manifest.
+    """
+    config = loaded.config
+    check_writable(output)
+    log(f"loading {config.base_model.name_or_path}")
+    base = load_base_model(**config.base_model.model_dump())
+    chat = ChatTokenizer(
+        base.tokenizer,
+        stop_ids=base.stop_ids,
+        chat_template=loaded.chat_template(),
+        chat_template_kwargs=config.data.chat_template_kwargs,
+    )
+    settings = DistillSettings(**config.data.distill.model_dump())
+    return run_distill(base, chat, settings=settings, output=output)
 
 
 def _hidden_states(workspace: Workspace) -> Mapping[str, Any]:

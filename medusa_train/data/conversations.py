@@ -75,6 +75,15 @@ def to_line(conversation: Conversation) -> str:
     return text + "\n"
 
 
+def from_line(line: bytes) -> Conversation:
+    """The inverse of :func:`to_line`.
+
+    Raises:
+        ValueError: the line is no row; says what is wrong with it.
+    """
+    return _from_line(line, {})
+
+
 def write_conversations(path: Path, rows: Iterable[Conversation]) -> int:
     """Write rows to the file ``path`` atomically; equal rows give equal bytes.
 
@@ -101,7 +110,7 @@ def iterate_conversations(path: Path) -> Iterator[Conversation]:
     shared: dict[int, int] = {}
     for line_number, line in _lines(path):
         try:
-            yield _from_line(line, shared)
+            yield from_line(line, shared=shared)
         except ValueError as error:
             raise InputError(f"{path}:{line_number}: {error}") from error
 
@@ -116,11 +125,10 @@ def read_conversations(directory: Path) -> list[Conversation]:
     rows: list[Conversation] = []
     lines_of_ids: dict[str, int] = {}
     errors: list[str] = []
-    # One int object per token id instead of one per position takes a quarter of the memory.
     shared: dict[int, int] = {}
     for line_number, line in _lines(path):
         try:
-            row = _from_line(line, shared)
+            row = from_line(line, shared=shared)
         except ValueError as error:
             errors.append(f"{path}:{line_number}: {error}")
             continue
@@ -236,6 +244,11 @@ def split_of(conversation: Conversation, *, eval_fraction: float) -> Literal["tr
     return "eval" if position < eval_fraction else "train"
 
 
+def share_ids(ids: Sequence[int], shared: dict[int, int]) -> tuple[int, ...]:
+    """``ids`` with one int object per token id not per position: a quarter of the memory."""
+    return tuple(map(shared.setdefault, ids, ids))
+
+
 def content_id(source: str, *, messages: Sequence[Mapping[str, Any]], ids: Sequence[int]) -> str:
     """The id of an imported row: a hash of its source and content."""
     return fingerprint([source, list(messages), list(ids)])
@@ -297,8 +310,16 @@ _TYPES: Mapping[str, type | tuple[type, ...]] = {
 }
 
 
-def _from_line(line: bytes, shared: dict[int, int]) -> Conversation:
-    """Parse one line; ValueError says what is wrong with it."""
+def from_line(line: bytes, *, shared: dict[int, int] | None = None) -> Conversation:
+    """Parse what :func:`to_line` wrote, strictly.
+
+    Args:
+        line: UTF-8 JSON.
+        shared: the int objects of the token ids of earlier lines, to be used again.
+
+    Raises:
+        ValueError: says what is wrong with the line.
+    """
     value = json.loads(line.decode("utf-8"))
     if not isinstance(value, dict):
         raise ValueError(f"a row must be a JSON object, got {type(value).__name__}")
@@ -325,7 +346,7 @@ def _from_line(line: bytes, shared: dict[int, int]) -> Conversation:
         id=value["id"],
         source=value["source"],
         messages=tuple(value["messages"]),
-        input_ids=tuple(map(shared.setdefault, ids, ids)),
+        input_ids=tuple(ids) if shared is None else share_ids(ids, shared),
         assistant_spans=spans,
         finish_reasons=reasons,
         sampling=value["sampling"],

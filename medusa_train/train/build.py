@@ -117,7 +117,9 @@ def training_arguments(recipe: Recipe, run: RunDir, *, run_name: str) -> Trainin
     Raises:
         InputError: transformers refuses a value.
     """
-    block = {**_TRAINER_DEFAULTS, **recipe.train.trainer}
+    # Pinned memory without an accelerator is a warning at every start.
+    pinning = {"dataloader_pin_memory": torch.accelerator.is_available()}
+    block = {**_TRAINER_DEFAULTS, **pinning, **recipe.train.trainer}
     if recipe.tracking.wandb:
         # The Trainer's callback reads the project and the place from the environment alone.
         os.environ["WANDB_PROJECT"] = recipe.tracking.project or "medusa-train"

@@ -1,0 +1,51 @@
+"""What one generation is: flat values, the same names as in a recipe's ``data.distill``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from medusa_train.distill.sampling import Sampling
+
+
+@dataclass(frozen=True, slots=True)
+class DistillSettings:
+    """How prompts are got and how answers are drawn; ``docs/recipes.md`` describes each field."""
+
+    prompts: str | None = None
+    num_prompts: int | None = None
+    system_prompt: str | None = None
+    max_prompt_tokens: int = 512
+    prompt_temperature: float = 1.0
+    prompt_top_p: float = 1.0
+    temperature: float = 0.7
+    top_p: float = 1.0
+    top_k: int = 0
+    max_new_tokens: int = 512
+    batch_size: int = 64
+    block_size: int = 256
+    seed: int = 0
+    min_answer_tokens: int = 1
+    drop_cut: bool = False
+    loop_ngram: int = 8
+    loop_repeats: int = 4
+
+    @property
+    def prompt_sampling(self) -> Sampling:
+        """How the model draws prompts."""
+        return Sampling(self.prompt_temperature, self.prompt_top_p)
+
+    @property
+    def answer_sampling(self) -> Sampling:
+        """How the model draws answers."""
+        return Sampling(self.temperature, self.top_p, self.top_k)
+
+    def row_sampling(self) -> dict[str, Any]:
+        """What every row says of how its answer was drawn."""
+        return {
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "top_k": self.top_k,
+            "max_new_tokens": self.max_new_tokens,
+            "seed": self.seed,
+        }
