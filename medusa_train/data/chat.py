@@ -26,7 +26,7 @@ class ChatTokenizer:
         tokenizer: the base model's.
         chat_template: the text of a Jinja template that replaces the tokenizer's own.
         chat_template_kwargs: variables for the template, the same for every conversation.
-        stop_ids: the ids at which the model's generation stops, see :func:`stop_token_ids`.
+        stop_ids: the ids at which the model's generation stops.
 
     Attributes:
         vocab_size: the number of the tokenizer's ids; greater ids are no tokens.
@@ -200,39 +200,23 @@ class ChatTokenizer:
         if retokenised:
             full_ids = prompt_ids + self._tokenise([answer])[0]
         stop = first_stop(full_ids, start=start, stop_ids=self.stop_ids)
-        end = start + self._answer_length(full_ids[start:], answer) if stop is None else stop + 1
-        return Turn(full_ids, start, end, stop is not None, retokenised, num_messages)
-
-    def _answer_length(self, answer_ids: list[int], answer: str) -> int:
-        """The tokens of an answer that has no end of turn: those before the template's own text."""
-        tail = self.template.answer_end
-        if not tail or not answer.endswith(tail):
-            return len(answer_ids)
-        alone, tail_ids = self._tokenise([answer.removesuffix(tail), tail])
-        if answer_ids == alone + tail_ids:
-            return len(alone)
-        # A token joined the answer's last character with the tail: it is left out.
-        return len(common_prefix([answer_ids, alone]))
+        if stop is not None:
+            return Turn(full_ids, start, stop + 1, True, retokenised, num_messages)
+        without_end = answer.removesuffix(self.template.answer_end)
+        if retokenised:
+            shorter = prompt_ids + self._tokenise([without_end])[0]
+        else:
+            shorter = self._tokenise([prompt_text + without_end])[0]
+        # Without an end of turn the template's own text after the answer is not supervised, nor is
+        # a token that joins that text with the answer's last character.
+        end = max(start, len(common_prefix([full_ids, shorter])))
+        return Turn(full_ids, start, end, False, retokenised, num_messages)
 
     def _probe_prompts(self, system_prompt: str | None) -> list[list[int]]:
         system = [] if system_prompt is None else [{"role": "system", "content": system_prompt}]
         return [
             self.encode_prompt([*system, {"role": "user", "content": probe}]) for probe in PROBES
         ]
-
-
-def stop_token_ids(generation_config: Any, tokenizer: PreTrainedTokenizerBase | None) -> list[int]:
-    """The ids at which a model's generation stops: its generation config's and its tokenizer's.
-
-    Args:
-        generation_config: a ``GenerationConfig``, or None; ``eos_token_id`` may be a list.
-        tokenizer: the model's tokenizer, or None.
-    """
-    eos = getattr(generation_config, "eos_token_id", None)
-    ids = set(eos) if isinstance(eos, list | tuple) else {eos}
-    if tokenizer is not None:
-        ids.add(tokenizer.eos_token_id)
-    return sorted(int(token) for token in ids if token is not None)
 
 
 def _without_overlap(content: str, prompt_text: str) -> str:

@@ -75,15 +75,6 @@ def to_line(conversation: Conversation) -> str:
     return text + "\n"
 
 
-def from_line(line: bytes) -> Conversation:
-    """The inverse of :func:`to_line`.
-
-    Raises:
-        ValueError: the line is no row; says what is wrong with it.
-    """
-    return _from_line(line, {})
-
-
 def write_conversations(path: Path, rows: Iterable[Conversation]) -> int:
     """Write rows to the file ``path`` atomically; equal rows give equal bytes.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +12,10 @@ from medusa_train.data.conversations import (
     Conversation,
     check_supervised,
     content_id,
+    share_ids,
     truncate,
 )
-from medusa_train.data.files import RawRow, iterate_lines, iterate_rows
+from medusa_train.data.files import iterate_lines, iterate_rows
 from medusa_train.data.mask import EncodedRow
 from medusa_train.data.report import Report, Tally
 from medusa_train.data.template import TemplateRefusedError
@@ -60,27 +61,24 @@ def load_conversations_file(
     seen: set[str] = set()
     rows: list[Conversation] = []
     shared: dict[int, int] = {}
-    for raw in iterate_rows(path):
+    for location, turns in iterate_turns(path, tally):
         try:
-            turns, encoded = _encoded(raw, chat)
-        except RowRefusedError as refused:
-            tally.drop(refused.reason, raw.location, detail=refused.detail)
+            encoded = _encoded(turns, chat, location)
+        except TemplateRefusedError as error:
+            tally.drop(REFUSED, location, detail=str(error.__cause__ or error))
             continue
         conversations = [_conversation(path.name, turns, row, shared) for row in encoded]
         usable = [row for row in conversations if row.num_supervised]
         kept = [row for row in usable if row.id not in seen]
         if usable and not kept:
-            tally.drop(DUPLICATE, raw.location)
+            tally.drop(DUPLICATE, location)
             continue
         seen.update(row.id for row in kept)
         cut = [row if max_length is None else truncate(row, max_length) for row in kept]
         if not any(cut):
-            tally.drop(BEYOND_LENGTH if kept else NOTHING_SUPERVISED, raw.location)
+            tally.drop(BEYOND_LENGTH if kept else NOTHING_SUPERVISED, location)
             continue
-        if turns.repairs:
-            tally.repair("; ".join(turns.repairs), raw.location)
-        else:
-            tally.keep()
+        _count_taken(tally, turns, location)
         rows += filter(None, cut)
         _note(tally, turns, encoded, chat)
         tally.note(CUT, sum(a is not b for a, b in zip(kept, cut, strict=True)))
@@ -102,17 +100,8 @@ def load_prompts_file(path: Path) -> tuple[list[list[dict[str, Any]]], Report]:
     """
     tally = Tally()
     prompts: list[list[dict[str, Any]]] = []
-    is_text = path.suffix.lower() == ".txt" and path.is_file()
-    for raw in iterate_lines(path) if is_text else iterate_rows(path):
-        try:
-            turns = _turns(raw, need_answer=False)
-        except RowRefusedError as refused:
-            tally.drop(refused.reason, raw.location, detail=refused.detail)
-            continue
-        if turns.repairs:
-            tally.repair("; ".join(turns.repairs), raw.location)
-        else:
-            tally.keep()
+    for location, turns in iterate_turns(path, tally, is_prompts=True):
+        _count_taken(tally, turns, location)
         is_chat = turns.text is None
         prompts.append(
             list(turns.messages) if is_chat else [{"role": "user", "content": turns.text}]
@@ -142,26 +131,44 @@ def truncate_rows(
     return kept, tally.report()
 
 
-def _turns(raw: RawRow, *, need_answer: bool = True) -> Turns:
-    if raw.error is not None:
-        raise RowRefusedError(raw.error)
-    return read_turns(raw.value, need_answer=need_answer)
+def iterate_turns(
+    path: Path, tally: Tally, *, is_prompts: bool = False
+) -> Iterator[tuple[str, Turns]]:
+    """The usable rows of a file with their places; the others are counted in ``tally``.
+
+    Args:
+        path: the file.
+        tally: counts the rows that cannot be used; the caller counts those that it takes.
+        is_prompts: read the turns before the first answer; a plain text file is a prompt per line.
+    """
+    is_lines = is_prompts and path.suffix.lower() == ".txt" and path.is_file()
+    for raw in iterate_lines(path) if is_lines else iterate_rows(path):
+        if raw.error is not None:
+            tally.drop(raw.error, raw.location)
+            continue
+        try:
+            yield raw.location, read_turns(raw.value, need_answer=not is_prompts)
+        except RowRefusedError as refused:
+            tally.drop(refused.reason, raw.location, detail=refused.detail)
 
 
-def _encoded(raw: RawRow, chat: ChatTokenizer) -> tuple[Turns, list[EncodedRow]]:
-    turns = _turns(raw)
+def _count_taken(tally: Tally, turns: Turns, location: str) -> None:
+    if turns.repairs:
+        tally.repair("; ".join(turns.repairs), location)
+    else:
+        tally.keep()
+
+
+def _encoded(turns: Turns, chat: ChatTokenizer, location: str) -> list[EncodedRow]:
     if turns.text is not None:
-        return turns, [chat.encode_text(turns.text)]
+        return [chat.encode_text(turns.text)]
     if not chat.has_template:
         raise InputError(
-            f"{raw.location}: the row is a chat, and the base model's tokenizer has "
-            "no chat template; give one (data.chat_template in a recipe, --chat-template on the "
-            "command line), or use plain text"
+            f"{location}: the row is a chat, and the base model's tokenizer has no chat template; "
+            "give one (data.chat_template in a recipe, --chat-template on the command line), or "
+            "use plain text"
         )
-    try:
-        return turns, chat.encode_conversation(turns.messages, tools=turns.tools)
-    except TemplateRefusedError as error:
-        raise RowRefusedError(REFUSED, str(error.__cause__ or error)) from error
+    return chat.encode_conversation(turns.messages, tools=turns.tools)
 
 
 def _conversation(
@@ -172,8 +179,7 @@ def _conversation(
         id=content_id(source, messages=messages, ids=row.input_ids),
         source=source,
         messages=messages,
-        # One int object per token id instead of one per position takes a quarter of the memory.
-        input_ids=tuple(map(shared.setdefault, row.input_ids, row.input_ids)),
+        input_ids=share_ids(row.input_ids, shared),
         assistant_spans=row.assistant_spans,
         finish_reasons=tuple("given" for _ in row.assistant_spans),
         retokenised=row.retokenised,
