@@ -58,10 +58,10 @@ def num_accepted(ranks: Ranks) -> npt.NDArray[np.int64]:
     return leading
 
 
-def walk(accepted: npt.NDArray[np.int64], ranks: Ranks) -> Ratio:
-    """Tokens emitted (numerator) and steps (denominator) per conversation.
+def walked_rows(accepted: npt.NDArray[np.int64], ranks: Ranks) -> npt.NDArray[np.int64]:
+    """The rows at which a decoder stands when it takes a step.
 
-    A decoder on row t emits the root token and ``accepted[t]`` candidates, and goes on from row
+    On row t it emits the root token and ``accepted[t]`` candidates, and goes on from row
     t + accepted[t] + 1, until the span has no row left. A last step whose root ends the answer is
     on the span's last row, and counts. Prefill is no step.
 
@@ -69,17 +69,28 @@ def walk(accepted: npt.NDArray[np.int64], ranks: Ranks) -> Ratio:
         accepted: [N] accepted candidates at each row.
         ranks: the rows.
     """
-    conversation = ranks.conversation.numpy()
-    num_conversations = int(conversation[-1]) + 1 if len(conversation) else 0
-    tokens, steps = np.zeros(num_conversations), np.zeros(num_conversations)
+    rows = []
     for start, end in _spans(ranks):
         row = start
         while row < end:
-            steps[conversation[row]] += 1
+            rows.append(row)
             row += int(accepted[row]) + 1
-        # The last step cannot pass the span's end: a candidate beyond it is no valid pair.
-        tokens[conversation[start]] += row - start
-    return Ratio(tokens, steps)
+    return np.array(rows, dtype=np.int64)
+
+
+def walk(accepted: npt.NDArray[np.int64], ranks: Ranks) -> Ratio:
+    """Tokens emitted (numerator) and steps (denominator) per conversation.
+
+    Each row of a span stands for one token that is emitted, whichever step emits it: no step passes
+    the span's end, since a candidate beyond it is no valid pair.
+    """
+    conversation = ranks.conversation.numpy()
+    steps = conversation[walked_rows(accepted, ranks)]
+    size = int(conversation[-1]) + 1 if len(conversation) else 0
+    return Ratio(
+        np.bincount(conversation, minlength=size).astype(float),
+        np.bincount(steps, minlength=size).astype(float),
+    )
 
 
 def accuracy_report(

@@ -1,0 +1,72 @@
+"""The accuracy report as files: JSON, Markdown, one self-contained HTML page, and PNG plots."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from medusa_train.evaluate.page import html_page
+from medusa_train.evaluate.plots import Plot, make_plots
+from medusa_train.evaluate.ranks import Ranks, write_ranks
+from medusa_train.evaluate.tables import accuracy_rows, chain_line, columns, text_lines
+from medusa_train.run_dir import atomic_path, write_json, write_text
+
+REPORT_FILE = "heads_accuracy.json"
+RANKS_FILE = "ranks.safetensors"
+
+
+def write_report(
+    report: Mapping[str, Any],
+    *,
+    directory: Path,
+    ranks: Ranks,
+    metrics: Path | None = None,
+    facts: Mapping[str, str] | None = None,
+) -> None:
+    """Write every form of the report into ``directory``; the JSON comes last.
+
+    Args:
+        report: ``heads_accuracy.json`` as an object.
+        directory: made if needed.
+        ranks: what the report was computed from; written beside it.
+        metrics: ``metrics.jsonl`` of the training run, for its curves.
+        facts: lines for the report's head.
+    """
+    plots = make_plots(report, ranks, metrics=metrics)
+    write_ranks(directory / RANKS_FILE, ranks)
+    for plot in plots:
+        with atomic_path(directory / f"{plot.name}.png") as temporary:
+            temporary.write_bytes(plot.png)
+    write_text(directory / "heads_accuracy.md", markdown(report, plots=plots, facts=facts or {}))
+    write_text(directory / "heads_accuracy.html", html_page(report, plots=plots, facts=facts or {}))
+    write_json(directory / REPORT_FILE, report)
+
+
+def markdown(report: Mapping[str, Any], *, plots: list[Plot], facts: Mapping[str, str]) -> str:
+    """The report as Markdown, with the plots beside it as pictures."""
+    head = columns(report)
+    lines = [
+        f"# Accuracy of Medusa heads on {report['base_model']}",
+        "",
+        *(f"- {line}" for line in text_lines(report)),
+        *(f"- {name}: {value}" for name, value in facts.items()),
+        "",
+        "| " + " | ".join(head) + " |",
+        "|" + "---|" * len(head),
+        *("| " + " | ".join(row) + " |" for row in accuracy_rows(report)),
+        "",
+        chain_line(report),
+        "",
+    ]
+    for plot in plots:
+        lines += [f"![{plot.title}]({plot.name}.png)", "", plot.caption, ""]
+    return "\n".join(lines)
+
+
+def summary_text(report: Mapping[str, Any]) -> str:
+    """The whole table as plain text of fixed columns, for a terminal or a log."""
+    table = [columns(report), *accuracy_rows(report)]
+    widths = [max(len(row[i]) for row in table) for i in range(len(table[0]))]
+    lines = ["  ".join(cell.rjust(w) for cell, w in zip(row, widths, strict=True)) for row in table]
+    return "\n".join([*text_lines(report), "", *lines, "", chain_line(report)])

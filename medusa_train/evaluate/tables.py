@@ -1,0 +1,82 @@
+"""The report's figures as words: one place for every form of the report."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+ABSENT = "–"
+
+
+def number(value: float | None, *, digits: int = 3) -> str:
+    """A figure, or a dash where there was nothing to count."""
+    return ABSENT if value is None else f"{value:.{digits}f}"
+
+
+def interval(value: list[float] | None, *, digits: int = 3) -> str:
+    """An interval, or a dash."""
+    return ABSENT if value is None else f"{value[0]:.{digits}f}–{value[1]:.{digits}f}"
+
+
+def columns(report: Mapping[str, Any]) -> list[str]:
+    """The names of the table's columns."""
+    tops = [f"top-{n}" for n in range(2, report["top_k"] + 1)]
+    return ["head", "predicts", "positions", "top-1", "95 %", "conditional", *tops]
+
+
+def accuracy_rows(report: Mapping[str, Any]) -> list[list[str]]:
+    """One row of cells per head."""
+    rows = []
+    for head in report["heads"]:
+        top1, *others = head["top_k_accuracy"]
+        rows.append(
+            [
+                str(head["head"]),
+                head["predicts"],
+                f"{head['positions']:,}",
+                number(top1),
+                interval(head["top1_ci95"]),
+                number(head["conditional_top1"]),
+                *(number(value) for value in others),
+            ]
+        )
+    return rows
+
+
+def chain_line(report: Mapping[str, Any]) -> str:
+    """What the top-1 chain does, in one sentence."""
+    chain = report["chain"]
+    return (
+        f"Acceptance length of the top-1 chain of {report['num_heads']}: "
+        f"{number(chain['acceptance_length'])} tokens per step "
+        f"(95 %: {interval(chain['ci95'])})"
+    )
+
+
+def text_lines(report: Mapping[str, Any]) -> list[str]:
+    """What was measured on, and what its sampling means for the figures."""
+    return [
+        f"{report['num_conversations']:,} conversations, {report['num_positions']:,} positions; "
+        "intervals: 95 %, percentile bootstrap over conversations",
+        f"text: {sampling_phrase(report['text_sampling'])}",
+    ]
+
+
+def sampling_phrase(sampling: Any) -> str:
+    """How the text was drawn, and for which decoding the acceptance length is exact."""
+    if isinstance(sampling, list):
+        return "drawn in several ways; the figures are exact for no single way of decoding"
+    if not isinstance(sampling, Mapping):
+        return "given, not written by the base model; the figures describe this text alone"
+    temperature = sampling.get("temperature")
+    if temperature == 0:
+        return "the base model's greedy answers; exact for greedy decoding"
+    details = [f"temperature {temperature}"]
+    if sampling.get("top_p", 1.0) != 1.0:
+        details.append(f"top-p {sampling['top_p']}")
+    if sampling.get("top_k"):
+        details.append(f"top-k {sampling['top_k']}")
+    return (
+        f"the base model's answers at {', '.join(details)}; exact for lossless sampling with these "
+        "settings, and not for greedy decoding"
+    )
