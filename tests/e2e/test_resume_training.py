@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
-import subprocess
-import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from tests.e2e.processes import finish, kill_when
 from tests.models_for_tests import save_base
 from tests.training_for_tests import cyclic_rows, write_recipe
 
@@ -24,39 +20,17 @@ OVERRIDES = [
 ]
 
 
-def _command(directory: Path) -> list[str]:
-    script = "from medusa_train.cli.train import main; main()"
+def _arguments(directory: Path) -> list[str]:
     options = [option for override in OVERRIDES for option in ("--set", override)]
-    return [sys.executable, "-c", script, "run", str(directory / "recipe.yaml"), *options]
-
-
-def _start(directory: Path) -> subprocess.Popen[bytes]:
-    return subprocess.Popen(
-        _command(directory),
-        stdout=subprocess.DEVNULL,
-        stderr=(directory / "log").open("ab"),
-        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
-    )
+    return ["run", str(directory / "recipe.yaml"), *options]
 
 
 def _finish(directory: Path) -> None:
-    process = _start(directory)
-    assert process.wait(timeout=300) == 0, (directory / "log").read_text()
+    finish("train", _arguments(directory), log=directory / "log")
 
 
 def _kill_when(directory: Path, condition: Callable[[], bool]) -> bool:
-    """Start the run, kill it as soon as the condition holds; whether it was still running."""
-    process = _start(directory)
-    try:
-        while not condition():
-            if process.poll() is not None:
-                return False
-            time.sleep(0.001)
-        process.send_signal(signal.SIGKILL)
-        return process.wait() == -signal.SIGKILL
-    finally:
-        process.kill()
-        process.wait()
+    return kill_when(condition, "train", _arguments(directory), log=directory / "log")
 
 
 def _logged_steps(directory: Path) -> list[int]:
