@@ -49,12 +49,24 @@ def run(
 
     from medusa_train.pipeline import run_pipeline
 
-    run_pipeline(
+    finished = run_pipeline(
         loaded,
         only=only.value if only else None,
         start=start.value if start else None,
         dry_run=dry_run,
     )
+    if not dry_run and only in {None, Stage.ACCURACY}:
+        _print_accuracy(finished.report)
+
+
+def _print_accuracy(directory: Path) -> None:
+    from medusa_train.evaluate.report import REPORT_FILE, summary_text
+    from medusa_train.run_dir import read_json
+
+    path = directory / REPORT_FILE
+    if path.exists():
+        typer.echo(summary_text(read_json(path)))
+        typer.echo(f"\nreport: {directory / 'heads_accuracy.html'}")
 
 
 @app.command()
