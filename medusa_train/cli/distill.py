@@ -8,10 +8,13 @@ from typing import Annotated
 
 import typer
 
+from medusa_train.cli import data_files
 from medusa_train.cli.app import Json, Overrides, make_app
 from medusa_train.errors import InputError
 
 app = make_app("Make and inspect training conversations.", name="medusa-distill")
+app.command()(data_files.inspect)
+app.command()(data_files.convert)
 
 
 @app.command()

@@ -78,7 +78,7 @@ def load_conversations_file(
         if not any(cut):
             tally.drop(BEYOND_LENGTH if kept else NOTHING_SUPERVISED, location)
             continue
-        _count_taken(tally, turns, location)
+        count_taken(tally, turns, location)
         rows += filter(None, cut)
         _note(tally, turns, encoded, chat)
         tally.note(CUT, sum(a is not b for a, b in zip(kept, cut, strict=True)))
@@ -101,7 +101,7 @@ def load_prompts_file(path: Path) -> tuple[list[list[dict[str, Any]]], Report]:
     tally = Tally()
     prompts: list[list[dict[str, Any]]] = []
     for location, turns in iterate_turns(path, tally, is_prompts=True):
-        _count_taken(tally, turns, location)
+        count_taken(tally, turns, location)
         is_chat = turns.text is None
         prompts.append(
             list(turns.messages) if is_chat else [{"role": "user", "content": turns.text}]
@@ -152,7 +152,8 @@ def iterate_turns(
             tally.drop(refused.reason, raw.location, detail=refused.detail)
 
 
-def _count_taken(tally: Tally, turns: Turns, location: str) -> None:
+def count_taken(tally: Tally, turns: Turns, location: str) -> None:
+    """Count a row that is taken, as it is or repaired."""
     if turns.repairs:
         tally.repair("; ".join(turns.repairs), location)
     else:

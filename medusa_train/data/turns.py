@@ -29,7 +29,7 @@ _ROLES = {
 }
 _ROLE_OF = {alias: role for role, aliases in _ROLES.items() for alias in aliases}
 _CHAT_KEYS = ("conversations", "messages", "conversation")
-_KEPT_KEYS = ("name", "tool_calls", "tool_call_id", "reasoning_content", "reasoning", "thinking")
+KEPT_KEYS = ("name", "tool_calls", "tool_call_id", "reasoning_content", "reasoning", "thinking")
 
 # Repairs and reasons as reports show them.
 LEADING_ASSISTANT = "turns before the first user turn removed"
@@ -148,7 +148,9 @@ def _message(turn: Any, repairs: list[str]) -> dict[str, Any]:
         raise RowRefusedError(UNKNOWN_ROLE, repr(raw_role))
     content = turn.get("value")
     content = turn.get("content") if content is None else content
-    extra = {key: turn[key] for key in _KEPT_KEYS if turn.get(key)}
+    extra = {key: turn[key] for key in KEPT_KEYS if turn.get(key)}
+    if isinstance(extra.get("tool_calls"), str):
+        extra["tool_calls"] = _parsed(extra["tool_calls"], "tool calls")
     if content is None and "tool_calls" in extra:
         content = ""
     text = _as_text(content, repairs)
@@ -241,8 +243,13 @@ def _before_answer(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def _tools_of(row: Any) -> tuple[Any, ...] | None:
     tools = row.get("tools") if isinstance(row, Mapping) else None
     if isinstance(tools, str):
-        try:
-            tools = json.loads(tools)
-        except json.JSONDecodeError as error:
-            raise RowRefusedError(NOT_TEXT, "tools that are not valid JSON") from error
+        tools = _parsed(tools, "tools")
     return tuple(tools) if isinstance(tools, list) and tools else None
+
+
+def _parsed(value: str, what: str) -> Any:
+    """JSON that a file keeps as text, since its structure varies."""
+    try:
+        return json.loads(value)
+    except json.JSONDecodeError as error:
+        raise RowRefusedError(NOT_TEXT, f"{what} that are not valid JSON") from error
