@@ -9,14 +9,26 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from medusa_train.data.mask import EncodedRow, Turn, common_prefix, first_stop, rows_of_turns
+from medusa_train.data.prefixes import PrefixTokenizer
 from medusa_train.data.template import PROBES, ChatTemplate, TemplateRefusedError
 from medusa_train.run_dir import fingerprint
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """One answer's text, and the rendered texts of its prompt and of both together."""
+
+    content: str
+    prompt: str
+    full: str
+    num_messages: int
 
 
 class ChatTokenizer:
@@ -51,6 +63,7 @@ class ChatTokenizer:
             tokenizer, text=chat_template, variables=self.chat_template_kwargs
         )
         self.vocab_size = len(tokenizer)
+        self._prefixes = PrefixTokenizer(tokenizer, self._tokenise)
 
     @property
     def has_template(self) -> bool:
@@ -113,24 +126,40 @@ class ChatTokenizer:
             TemplateRefusedError: the template raised an error.
             InputError: there is no template.
         """
-        prepared = self.template.prepare(messages)
-        answers = [i for i, message in enumerate(prepared) if message["role"] == "assistant"]
-        texts: list[str] = []
-        for index in answers:
-            texts.append(self.template.render(prepared[:index], prompt=True, tools=tools))
-            texts.append(self.template.render(prepared[: index + 1], prompt=False, tools=tools))
-        ids = self._tokenise(texts)
-        turns = []
-        # A folded system turn is still one of the caller's messages.
-        num_folded = len(messages) - len(prepared)
-        for n, index in enumerate(answers):
-            pair = slice(2 * n, 2 * n + 2)
-            content = str(prepared[index].get("content") or "")
-            turn = self._turn(
-                content, texts=texts[pair], ids=ids[pair], num_messages=index + 1 + num_folded
-            )
-            turns.append(turn)
-        return rows_of_turns(turns) if turns else []
+        [rows] = self.encode_conversations([(messages, tools)])
+        if isinstance(rows, TemplateRefusedError):
+            raise rows
+        return rows
+
+    def encode_conversations(
+        self,
+        conversations: Sequence[tuple[Sequence[Mapping[str, Any]], Sequence[Any] | None]],
+    ) -> list[list[EncodedRow] | TemplateRefusedError]:
+        """:meth:`encode_conversation` for many at once, several times as fast.
+
+        Args:
+            conversations: messages and tools of each.
+
+        Returns:
+            For each the rows, or the error that its template raised.
+        """
+        rendered: list[list[_Answer] | TemplateRefusedError] = []
+        for messages, tools in conversations:
+            try:
+                rendered.append(self._rendered(messages, tools))
+            except TemplateRefusedError as error:
+                rendered.append(error)
+        ids = self._ids_of_answers(
+            [answers for answers in rendered if not isinstance(answers, TemplateRefusedError)]
+        )
+        results: list[list[EncodedRow] | TemplateRefusedError] = []
+        for answers in rendered:
+            if isinstance(answers, TemplateRefusedError):
+                results.append(answers)
+                continue
+            turns = [self._turn(answer, ids[answer.prompt], ids[answer.full]) for answer in answers]
+            results.append(rows_of_turns(turns) if turns else [])
+        return results
 
     def encode_text(self, text: str) -> EncodedRow:
         """Plain text: all tokens after the first are supervised, as one span without end of turn.
@@ -182,35 +211,62 @@ class ChatTokenizer:
         added = self.tokenizer("")["input_ids"]
         return bos if isinstance(bos, int) and bos in added else None
 
-    def _turn(
-        self,
-        content: str,
-        *,
-        texts: Sequence[str],
-        ids: Sequence[list[int]],
-        num_messages: int,
-    ) -> Turn:
-        """The answer ``content``; texts and ids are those of its prompt and of both together."""
-        (prompt_text, full_text), (prompt_ids, full_ids) = texts, ids
+    def _rendered(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None
+    ) -> list[_Answer]:
+        prepared = self.template.prepare(messages)
+        # A folded system turn is still one of the caller's messages.
+        num_folded = len(messages) - len(prepared)
+        return [
+            _Answer(
+                content=str(message.get("content") or ""),
+                prompt=self.template.render(prepared[:index], prompt=True, tools=tools),
+                full=self.template.render(prepared[: index + 1], prompt=False, tools=tools),
+                num_messages=index + 1 + num_folded,
+            )
+            for index, message in enumerate(prepared)
+            if message["role"] == "assistant"
+        ]
+
+    def _ids_of_answers(self, rendered: Sequence[Sequence[_Answer]]) -> dict[str, list[int]]:
+        """The ids of every text of the answers, each conversation's longest text first."""
+        wholes = [answers[-1].full for answers in rendered if answers]
+        ids = dict(zip(wholes, self._tokenise(wholes), strict=True))
+        missing: dict[str, None] = {}
+        for answers in rendered:
+            texts = [text for answer in answers for text in (answer.prompt, answer.full)]
+            whole = answers[-1].full if answers else ""
+            found = self._prefixes.ids_of(texts, whole=whole, whole_ids=ids.get(whole, ()))
+            for text, text_ids in zip(texts, found, strict=True):
+                if text in ids:
+                    continue
+                if text_ids is None:
+                    missing[text] = None
+                else:
+                    ids[text] = text_ids
+        ids.update(zip(missing, self._tokenise(list(missing)), strict=True))
+        return ids
+
+    def _turn(self, answer: _Answer, prompt_ids: list[int], full_ids: list[int]) -> Turn:
         start = len(prompt_ids)
-        answer = full_text[len(prompt_text) :]
-        if not full_text.startswith(prompt_text):
-            answer = _without_overlap(content, prompt_text) + self.template.answer_end
+        text = answer.full[len(answer.prompt) :]
+        if not answer.full.startswith(answer.prompt):
+            text = _without_overlap(answer.content, answer.prompt) + self.template.answer_end
         retokenised = full_ids[:start] != prompt_ids
         if retokenised:
-            full_ids = prompt_ids + self._tokenise([answer])[0]
+            full_ids = prompt_ids + self._tokenise([text])[0]
         stop = first_stop(full_ids, start=start, stop_ids=self.stop_ids)
         if stop is not None:
-            return Turn(full_ids, start, stop + 1, True, retokenised, num_messages)
-        without_end = answer.removesuffix(self.template.answer_end)
+            return Turn(full_ids, start, stop + 1, True, retokenised, answer.num_messages)
+        without_end = text.removesuffix(self.template.answer_end)
         if retokenised:
             shorter = prompt_ids + self._tokenise([without_end])[0]
         else:
-            shorter = self._tokenise([prompt_text + without_end])[0]
+            shorter = self._tokenise([answer.prompt + without_end])[0]
         # Without an end of turn the template's own text after the answer is not supervised, nor is
         # a token that joins that text with the answer's last character.
         end = max(start, len(common_prefix([full_ids, shorter])))
-        return Turn(full_ids, start, end, False, retokenised, num_messages)
+        return Turn(full_ids, start, end, False, retokenised, answer.num_messages)
 
     def _probe_prompts(self, system_prompt: str | None) -> list[list[int]]:
         system = [] if system_prompt is None else [{"role": "system", "content": system_prompt}]

@@ -11,7 +11,7 @@ from typing import Any, Literal
 from medusa_train.data.chat import ChatTokenizer
 from medusa_train.data.conversations import Conversation
 from medusa_train.data.report import Report, Tally
-from medusa_train.data.sources import count_taken, iterate_turns
+from medusa_train.data.sources import usable_turns
 from medusa_train.data.turns import KEPT_KEYS
 from medusa_train.errors import InputError
 from medusa_train.run_dir import atomic_path
@@ -71,8 +71,7 @@ def dataset_rows(
 
 def file_rows(path: Path, tally: Tally) -> Iterator[dict[str, Any]]:
     """Rows of a file that others wrote, repaired, as plain rows; needs no tokenizer."""
-    for location, turns in iterate_turns(path, tally):
-        count_taken(tally, turns, location)
+    for turns in usable_turns(path, tally):
         if turns.text is not None:
             yield {"text": turns.text}
         else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,8 @@ EMPTY_ANSWER = "calls and answers that the template leaves out (not supervised)"
 FOLDED = "system turns put before the first user turn's text"
 SPLIT = "rows made one per answer, since the template rewrites earlier turns"
 
+_BATCH = 64
+
 
 def load_conversations_file(
     path: Path,
@@ -57,37 +60,16 @@ def load_conversations_file(
             has 0 supervised tokens.
         InputErrors: ``strict``, with the place of each row.
     """
-    tally = Tally()
-    seen: set[str] = set()
-    rows: list[Conversation] = []
-    shared: dict[int, int] = {}
-    for location, turns in iterate_turns(path, tally):
-        try:
-            encoded = _encoded(turns, chat, location)
-        except TemplateRefusedError as error:
-            tally.drop(REFUSED, location, detail=str(error.__cause__ or error))
-            continue
-        conversations = [_conversation(path.name, turns, row, shared) for row in encoded]
-        usable = [row for row in conversations if row.num_supervised]
-        kept = [row for row in usable if row.id not in seen]
-        if usable and not kept:
-            tally.drop(DUPLICATE, location)
-            continue
-        seen.update(row.id for row in kept)
-        cut = [row if max_length is None else truncate(row, max_length) for row in kept]
-        if not any(cut):
-            tally.drop(BEYOND_LENGTH if kept else NOTHING_SUPERVISED, location)
-            continue
-        count_taken(tally, turns, location)
-        rows += filter(None, cut)
-        _note(tally, turns, encoded, chat)
-        tally.note(CUT, sum(a is not b for a, b in zip(kept, cut, strict=True)))
-    report = tally.report()
+    importer = _Importer(path, chat, max_length)
+    source = iterate_turns(path)
+    while batch := list(islice(source, _BATCH)):
+        importer.take(batch)
+    report = importer.tally.report()
     if strict:
-        tally.refuse_changes()
+        importer.tally.refuse_changes()
     if not allow_empty:
-        check_supervised(rows, where=str(path), why=report.summary())
-    return rows, report
+        check_supervised(importer.rows, where=str(path), why=report.summary())
+    return importer.rows, report
 
 
 def load_prompts_file(path: Path) -> tuple[list[list[dict[str, Any]]], Report]:
@@ -100,8 +82,7 @@ def load_prompts_file(path: Path) -> tuple[list[list[dict[str, Any]]], Report]:
     """
     tally = Tally()
     prompts: list[list[dict[str, Any]]] = []
-    for location, turns in iterate_turns(path, tally, is_prompts=True):
-        count_taken(tally, turns, location)
+    for turns in usable_turns(path, tally, is_prompts=True):
         is_chat = turns.text is None
         prompts.append(
             list(turns.messages) if is_chat else [{"role": "user", "content": turns.text}]
@@ -132,66 +113,114 @@ def truncate_rows(
 
 
 def iterate_turns(
-    path: Path, tally: Tally, *, is_prompts: bool = False
-) -> Iterator[tuple[str, Turns]]:
-    """The usable rows of a file with their places; the others are counted in ``tally``.
+    path: Path, *, is_prompts: bool = False
+) -> Iterator[tuple[str, Turns | RowRefusedError]]:
+    """The rows of a file with their places, or why a row cannot be used.
 
     Args:
         path: the file.
-        tally: counts the rows that cannot be used; the caller counts those that it takes.
         is_prompts: read the turns before the first answer; a plain text file is a prompt per line.
     """
     is_lines = is_prompts and path.suffix.lower() == ".txt" and path.is_file()
     for raw in iterate_lines(path) if is_lines else iterate_rows(path):
-        if raw.error is not None:
-            tally.drop(raw.error, raw.location)
-            continue
+        row: Turns | RowRefusedError
         try:
-            yield raw.location, read_turns(raw.value, need_answer=not is_prompts)
+            if raw.error is not None:
+                raise RowRefusedError(raw.error)
+            row = read_turns(raw.value, need_answer=not is_prompts)
         except RowRefusedError as refused:
-            tally.drop(refused.reason, raw.location, detail=refused.detail)
+            row = refused
+        yield raw.location, row
 
 
-def count_taken(tally: Tally, turns: Turns, location: str) -> None:
-    """Count a row that is taken, as it is or repaired."""
+def usable_turns(path: Path, tally: Tally, *, is_prompts: bool = False) -> Iterator[Turns]:
+    """The rows of a file that can be used; the fate of every row is counted in ``tally``."""
+    for location, row in iterate_turns(path, is_prompts=is_prompts):
+        if isinstance(row, RowRefusedError):
+            tally.drop(row.reason, location, detail=row.detail)
+        else:
+            _count_taken(tally, row, location)
+            yield row
+
+
+def _count_taken(tally: Tally, turns: Turns, location: str) -> None:
     if turns.repairs:
         tally.repair("; ".join(turns.repairs), location)
     else:
         tally.keep()
 
 
-def _encoded(turns: Turns, chat: ChatTokenizer, location: str) -> list[EncodedRow]:
-    if turns.text is not None:
-        return [chat.encode_text(turns.text)]
-    if not chat.has_template:
-        raise InputError(
-            f"{location}: the row is a chat, and the base model's tokenizer has no chat template; "
-            "give one (data.chat_template in a recipe, --chat-template on the command line), or "
-            "use plain text"
+class _Importer:
+    """Collects the conversations of one file."""
+
+    def __init__(self, path: Path, chat: ChatTokenizer, max_length: int | None) -> None:
+        self.tally = Tally()
+        self.rows: list[Conversation] = []
+        self._source = path.name
+        self._chat = chat
+        self._max_length = max_length
+        self._seen: set[str] = set()
+        self._shared: dict[int, int] = {}
+
+    def take(self, batch: Sequence[tuple[str, Turns | RowRefusedError]]) -> None:
+        """Encode some rows, and count the fate of each."""
+        chats = [(at, row) for at, row in batch if isinstance(row, Turns) and row.text is None]
+        if chats and not self._chat.has_template:
+            raise InputError(
+                f"{chats[0][0]}: the row is a chat, and the base model's tokenizer has no chat "
+                "template; give one (data.chat_template in a recipe, --chat-template on the "
+                "command line), or use plain text"
+            )
+        encoded_chats = iter(
+            self._chat.encode_conversations([(row.messages, row.tools) for _, row in chats])
         )
-    return chat.encode_conversation(turns.messages, tools=turns.tools)
+        for location, row in batch:
+            if isinstance(row, RowRefusedError):
+                self.tally.drop(row.reason, location, detail=row.detail)
+                continue
+            if row.text is not None:
+                self._take_row(location, row, [self._chat.encode_text(row.text)])
+                continue
+            encoded = next(encoded_chats)
+            if isinstance(encoded, TemplateRefusedError):
+                self.tally.drop(REFUSED, location, detail=str(encoded.__cause__ or encoded))
+            else:
+                self._take_row(location, row, encoded)
 
+    def _take_row(self, location: str, turns: Turns, encoded: Sequence[EncodedRow]) -> None:
+        usable = [self._conversation(turns, row) for row in encoded if row.assistant_spans]
+        kept = [row for row in usable if row.id not in self._seen]
+        if usable and not kept:
+            self.tally.drop(DUPLICATE, location)
+            return
+        self._seen.update(row.id for row in kept)
+        limit = self._max_length
+        cut = [row if limit is None else truncate(row, limit) for row in kept]
+        if not any(cut):
+            self.tally.drop(BEYOND_LENGTH if kept else NOTHING_SUPERVISED, location)
+            return
+        _count_taken(self.tally, turns, location)
+        self.rows += filter(None, cut)
+        self._note(turns, encoded)
+        self.tally.note(CUT, sum(a is not b for a, b in zip(kept, cut, strict=True)))
 
-def _conversation(
-    source: str, turns: Turns, row: EncodedRow, shared: dict[int, int]
-) -> Conversation:
-    messages = turns.messages[: row.num_messages]
-    return Conversation(
-        id=content_id(source, messages=messages, ids=row.input_ids),
-        source=source,
-        messages=messages,
-        input_ids=share_ids(row.input_ids, shared),
-        assistant_spans=row.assistant_spans,
-        finish_reasons=tuple("given" for _ in row.assistant_spans),
-        retokenised=row.retokenised,
-    )
+    def _conversation(self, turns: Turns, row: EncodedRow) -> Conversation:
+        messages = turns.messages[: row.num_messages]
+        return Conversation(
+            id=content_id(self._source, messages=messages, ids=row.input_ids),
+            source=self._source,
+            messages=messages,
+            input_ids=share_ids(row.input_ids, self._shared),
+            assistant_spans=row.assistant_spans,
+            finish_reasons=tuple("given" for _ in row.assistant_spans),
+            retokenised=row.retokenised,
+        )
 
-
-def _note(tally: Tally, turns: Turns, encoded: Sequence[EncodedRow], chat: ChatTokenizer) -> None:
-    tally.note(RETOKENISED, sum(row.retokenised for row in encoded))
-    tally.note(EMPTY_ANSWER, sum(row.num_empty for row in encoded))
-    tally.note(SPLIT, len(encoded) if len(encoded) > 1 else 0)
-    if turns.text is None:
-        tally.note(NO_END_OF_TURN, sum(not ended for row in encoded for ended in row.ended))
-        has_system = turns.messages[0]["role"] == "system"
-        tally.note(FOLDED, int(has_system and chat.template.folds_system))
+    def _note(self, turns: Turns, encoded: Sequence[EncodedRow]) -> None:
+        self.tally.note(RETOKENISED, sum(row.retokenised for row in encoded))
+        self.tally.note(EMPTY_ANSWER, sum(row.num_empty for row in encoded))
+        self.tally.note(SPLIT, len(encoded) if len(encoded) > 1 else 0)
+        if turns.text is None:
+            self.tally.note(NO_END_OF_TURN, sum(not end for row in encoded for end in row.ended))
+            has_system = turns.messages[0]["role"] == "system"
+            self.tally.note(FOLDED, int(has_system and self._chat.template.folds_system))

@@ -7,9 +7,11 @@ from itertools import pairwise
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import AddedToken
 
 from medusa_train.data.conversations import Conversation, split_of, truncate
 from medusa_train.data.examples import IGNORE, pad_batch, valid_pairs
+from medusa_train.data.prefixes import PrefixTokenizer
 from tests.reference.pairs_reference import pairs, speakers, walked_positions
 from tests.tokenizers_for_tests import CHATML, CHATML_THINK, EOS, LLAMA2, make_chat
 
@@ -20,6 +22,18 @@ WORDS = st.lists(
 TURNS = st.lists(st.tuples(WORDS, WORDS), min_size=1, max_size=4)
 CHATS = {"chatml": make_chat(CHATML), "think": make_chat(CHATML_THINK)}
 LLAMA = make_chat(LLAMA2, eos=EOS)
+PREFIX_CHATS = {
+    "bytes": make_chat(CHATML),
+    "metaspace": make_chat(CHATML, metaspace=True),
+    "greedy": make_chat(CHATML),
+}
+# One that takes the white space behind it, and one that holds another.
+PREFIX_CHATS["greedy"].tokenizer.add_tokens(
+    [
+        AddedToken("<|im_end|>\n", normalized=False),
+        AddedToken("is a", rstrip=True, normalized=False),
+    ]
+)
 
 
 @st.composite
@@ -148,3 +162,28 @@ def test_answers_to_one_prompt_never_straddle_the_split(text, answers):
         row = Conversation(str(number), "s", messages, (number, 1), ((1, 2),), ("given",))
         sides.add(split_of(row, eval_fraction=0.5))
     assert len(sides) == 1
+
+
+@settings(deadline=None)
+@given(
+    pieces=st.lists(
+        st.sampled_from(["<|im_start|>", "<|im_end|>", "</s>", "\n", " ", "Teal", "is a", "<|im_"]),
+        min_size=1,
+        max_size=12,
+    ),
+    name=st.sampled_from(sorted(PREFIX_CHATS)),
+    data=st.data(),
+)
+def test_ids_of_beginnings_are_those_of_the_tokenizer(pieces, name, data):
+    chat, whole = PREFIX_CHATS[name], "".join(pieces)
+    prefix = whole[: data.draw(st.integers(0, len(whole)))]
+
+    def tokenise(texts: list[str]) -> list[list[int]]:
+        return chat.tokenizer(texts, add_special_tokens=False)["input_ids"]
+
+    whole_ids, expected = tokenise([whole, prefix])
+    tokenizer = PrefixTokenizer(chat.tokenizer, tokenise)
+    [found] = tokenizer.ids_of([prefix], whole=whole, whole_ids=whole_ids)
+    assert found in (None, expected)
+    [other] = tokenizer.ids_of(["x" + whole], whole=whole, whole_ids=whole_ids)
+    assert other is None
