@@ -15,6 +15,9 @@ CHUNK = 256
 # Tokens looked at before the whole vocabulary is sorted for a nucleus.
 NUCLEUS_CANDIDATES = 256
 
+# Weights are not less than e to this.
+MIN_EXPONENT = -80.0
+
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
@@ -74,7 +77,10 @@ class Sampler:
         weights = self._space[:num_rows]
         used = weights[:, :vocab_size]
         used.copy_(logits)
-        used.sub_(used.amax(dim=1, keepdim=True)).div_(self.sampling.temperature).exp_()
+        used.sub_(used.amax(dim=1, keepdim=True)).div_(self.sampling.temperature)
+        # Below e^-80 the results are denormal numbers, and a CPU takes ten times as long for each;
+        # so raised, a whole vocabulary of them has a share of less than 1e-29.
+        used.clamp_(min=MIN_EXPONENT).exp_()
         return weights
 
     def _draw_top_k(self, logits: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
