@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 # Marks of supervised text where there are no colours.
 OPEN, CLOSE = "⟦", "⟧"
+# Columns of a table in a file or a pipe: enough for the longest reason.
+FILE_WIDTH = 200
 
 
 def print_fates(report: Report) -> None:
@@ -93,4 +95,7 @@ def _token(chat: ChatTokenizer, token_id: int) -> str:
 
 
 def _console() -> Console:
-    return Console(highlight=False, soft_wrap=True)
+    console = Console(highlight=False, soft_wrap=True)
+    if not console.is_terminal:
+        console.width = FILE_WIDTH
+    return console

@@ -58,20 +58,23 @@ class Conversation:
 
 
 def to_line(conversation: Conversation) -> str:
-    """The one JSON form of a row: sorted keys, no spaces, a newline at the end."""
+    """The one JSON form of a row: keys in a fixed order, no spaces, a newline at the end.
+
+    Only a message's role and content have fixed places: templates render the fields of tool calls
+    in the order that they have, so another order would be another text.
+    """
+    sampling = conversation.sampling
     row = {
-        "id": conversation.id,
-        "source": conversation.source,
-        "messages": conversation.messages,
-        "input_ids": conversation.input_ids,
         "assistant_spans": conversation.assistant_spans,
         "finish_reasons": conversation.finish_reasons,
-        "sampling": conversation.sampling,
+        "id": conversation.id,
+        "input_ids": conversation.input_ids,
+        "messages": [_ordered(message) for message in conversation.messages],
         "retokenised": conversation.retokenised,
+        "sampling": None if sampling is None else dict(sorted(sampling.items())),
+        "source": conversation.source,
     }
-    text = json.dumps(
-        row, sort_keys=True, ensure_ascii=False, separators=(",", ":"), allow_nan=False
-    )
+    text = json.dumps(row, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
     return text + "\n"
 
 
@@ -279,6 +282,11 @@ def check_supervised(rows: Iterable[Conversation], *, where: str, why: str = "")
             f"{where}: 0 supervised tokens{': ' + why if why else ''}; "
             "every conversation needs an answer of the assistant within the maximal length"
         )
+
+
+def _ordered(message: Mapping[str, Any]) -> dict[str, Any]:
+    first = {key: message[key] for key in ("role", "content") if key in message}
+    return {**first, **message}
 
 
 def _lines(path: Path) -> Iterator[tuple[int, bytes]]:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from medusa_train.cli.distill import app
 from medusa_train.data.conversations import read_conversations, read_manifest
 from tests.models_for_tests import make_model
 from tests.tokenizers_for_tests import CHATML_TOOLS, make_tokenizer
@@ -31,12 +30,18 @@ def dirty(tmp_path) -> Path:
     return Path(shutil.copy(DIRTY, tmp_path / "dirty.json"))
 
 
-def outcome(*args: object, cwd: Path) -> tuple[int, str, str]:
-    script = Path(sys.executable).parent / "medusa-distill"
-    result = subprocess.run(
-        [script, *map(str, args)], cwd=cwd, capture_output=True, text=True, check=False
-    )
-    return result.returncode, result.stdout, result.stderr
+@pytest.fixture
+def outcome(tmp_path, monkeypatch, capfd):
+    """Runs the command in ``tmp_path``, in this process: its imports take seconds."""
+
+    def run(*args: object) -> tuple[int, str, str]:
+        monkeypatch.chdir(tmp_path)
+        with pytest.raises(SystemExit) as caught:
+            app([str(arg) for arg in args])
+        captured = capfd.readouterr()
+        return caught.value.code, captured.out, captured.err
+
+    return run
 
 
 def counts(table: str) -> dict[str, str]:
@@ -44,8 +49,8 @@ def counts(table: str) -> dict[str, str]:
     return {label.strip(): count.strip() for label, count in rows}
 
 
-def test_inspect_a_file_as_json_lines_and_as_an_array(base, dirty, tmp_path):
-    code, stdout, stderr = outcome("inspect", "dirty.json", "--base-model", base, cwd=tmp_path)
+def test_inspect_a_file_as_json_lines_and_as_an_array(base, dirty, outcome):
+    code, stdout, stderr = outcome("inspect", "dirty.json", "--base-model", base)
     assert (code, stderr) == (0, "")
     found = counts(stdout)
     fates = {key: int(found[key]) for key in found if key.startswith(("kept", "rep", "dropped"))}
@@ -60,15 +65,13 @@ def test_inspect_a_file_as_json_lines_and_as_an_array(base, dirty, tmp_path):
 
     lines = dirty.read_text(encoding="utf-8-sig").splitlines()
     dirty.write_text("[\n" + ",\n".join(lines) + "\n]\n", encoding="utf-8")
-    code, array_stdout, _ = outcome("inspect", "dirty.json", "--base-model", base, cwd=tmp_path)
+    code, array_stdout, _ = outcome("inspect", "dirty.json", "--base-model", base)
     assert code == 0
     assert array_stdout.split("┘")[0] == stdout.split("┘")[0]
 
 
-def test_strict_is_exit_2_and_one_line_per_row(base, dirty, tmp_path):
-    code, stdout, stderr = outcome(
-        "inspect", dirty.name, "--base-model", base, "--strict", cwd=tmp_path
-    )
+def test_strict_is_exit_2_and_one_line_per_row(base, dirty, outcome):
+    code, stdout, stderr = outcome("inspect", dirty.name, "--base-model", base, "--strict")
     assert (code, stdout) == (2, "")
     assert len(stderr.splitlines()) == 9
     assert stderr.splitlines()[0] == (
@@ -77,8 +80,8 @@ def test_strict_is_exit_2_and_one_line_per_row(base, dirty, tmp_path):
     )
 
 
-def test_convert_to_a_data_set_and_inspect_it(base, dirty, tmp_path):
-    code, stdout, stderr = outcome("convert", dirty.name, "ds", "--base-model", base, cwd=tmp_path)
+def test_convert_to_a_data_set_and_inspect_it(base, dirty, tmp_path, outcome):
+    code, stdout, stderr = outcome("convert", dirty.name, "ds", "--base-model", base)
     assert (code, stderr) == (0, "")
     assert counts(stdout)["all rows"] == "14"
     assert len(read_conversations(tmp_path / "ds")) == 9
@@ -86,26 +89,26 @@ def test_convert_to_a_data_set_and_inspect_it(base, dirty, tmp_path):
     assert manifest["base_model"] == str(base)
     assert manifest["end_of_turn"] == {"id": 4, "with": 10, "without": 0}
     # The tokenizer is the one that the manifest names.
-    code, stdout, stderr = outcome("inspect", "ds", "--json", cwd=tmp_path)
+    code, stdout, stderr = outcome("inspect", "ds", "--json")
     assert (code, stderr) == (0, "")
     found = json.loads(stdout)
     assert found["num_conversations"] == 9
     assert found["manifest"] == manifest
     assert found["rows"]["num_rows"] == 9
-    assert outcome("inspect", "ds", cwd=tmp_path)[0] == 0
+    assert outcome("inspect", "ds")[0] == 0
 
     for name in ("back.jsonl", "back.parquet"):
-        assert outcome("convert", "ds", name, cwd=tmp_path) == (0, "", "")
+        assert outcome("convert", "ds", name) == (0, "", "")
         again = ("convert", name, f"{name}.ds", "--base-model", base, "--to", "dataset")
-        assert outcome(*again, "--strict", cwd=tmp_path)[0] == 0
+        assert outcome(*again, "--strict")[0] == 0
         rows = read_conversations(tmp_path / f"{name}.ds")
         assert [row.input_ids for row in rows] == [
             row.input_ids for row in read_conversations(tmp_path / "ds")
         ]
 
 
-def test_convert_between_files_needs_no_model(dirty, tmp_path):
-    code, _, stderr = outcome("convert", dirty.name, "x.json", "--to", "sharegpt", cwd=tmp_path)
+def test_convert_between_files_needs_no_model(dirty, tmp_path, outcome):
+    code, _, stderr = outcome("convert", dirty.name, "x.json", "--to", "sharegpt")
     assert (code, stderr) == (0, "")
     lines = (tmp_path / "x.json").read_text(encoding="utf-8").splitlines()
     assert json.loads(lines[0]) == {
@@ -114,17 +117,15 @@ def test_convert_between_files_needs_no_model(dirty, tmp_path):
             {"from": "gpt", "value": "Teal."},
         ]
     }
-    code, _, stderr = outcome(
-        "convert", dirty.name, "y.json", "--to", "sharegpt", "--strict", cwd=tmp_path
-    )
+    code, _, stderr = outcome("convert", dirty.name, "y.json", "--to", "sharegpt", "--strict")
     assert (code, len(stderr.splitlines())) == (2, 9)
     assert not (tmp_path / "y.json").exists()
 
 
-def test_nothing_to_learn_is_shown_and_refused(base, tmp_path):
+def test_nothing_to_learn_is_shown_and_refused(base, tmp_path, outcome):
     row = {"conversations": [{"from": "human", "value": "Is anyone there?"}]}
     (tmp_path / "x.jsonl").write_text(json.dumps(row))
-    code, stdout, stderr = outcome("inspect", "x.jsonl", "--base-model", base, cwd=tmp_path)
+    code, stdout, stderr = outcome("inspect", "x.jsonl", "--base-model", base)
     assert code == 2
     assert counts(stdout)["dropped: no assistant turn"] == "1"
     assert stderr == (
@@ -133,12 +134,12 @@ def test_nothing_to_learn_is_shown_and_refused(base, tmp_path):
     )
 
 
-def test_chats_without_a_template(base, dirty, tmp_path):
+def test_chats_without_a_template(base, dirty, tmp_path, outcome):
     plain = tmp_path / "plain"
     shutil.copytree(base, plain)
     (plain / "chat_template.jinja").unlink()
     args = ("inspect", dirty.name, "--base-model", "plain")
-    assert outcome(*args, cwd=tmp_path) == (
+    assert outcome(*args) == (
         2,
         "",
         "error: dirty.json:1: the row is a chat, and the base model's tokenizer has no chat "
@@ -146,9 +147,9 @@ def test_chats_without_a_template(base, dirty, tmp_path):
         "line), or use plain text\n",
     )
     (tmp_path / "own.jinja").write_text(CHATML_TOOLS)
-    assert outcome(*args, "--chat-template", "own.jinja", cwd=tmp_path)[0] == 0
+    assert outcome(*args, "--chat-template", "own.jinja")[0] == 0
     (tmp_path / "book.txt").write_text("Teal is a colour between blue and green.")
-    assert outcome("inspect", "book.txt", "--base-model", "plain", cwd=tmp_path)[0] == 0
+    assert outcome("inspect", "book.txt", "--base-model", "plain")[0] == 0
 
 
 @pytest.mark.parametrize(
@@ -181,7 +182,7 @@ def test_chats_without_a_template(base, dirty, tmp_path):
         ),
     ],
 )
-def test_bad_input_is_one_line(base, dirty, tmp_path, args, message):
+def test_bad_input_is_one_line(base, dirty, args, message, outcome):
     assert dirty.exists()
     given = [str(base) if arg == "BASE" else arg for arg in args]
-    assert outcome(*given, cwd=tmp_path) == (2, "", f"error: {message}\n")
+    assert outcome(*given) == (2, "", f"error: {message}\n")

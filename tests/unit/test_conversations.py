@@ -52,9 +52,21 @@ def test_rows_come_back_and_equal_rows_are_equal_bytes(tmp_path):
     assert not is_dataset(tmp_path)
 
 
-def test_the_order_of_keys_does_not_matter():
+def test_the_order_of_role_and_content_does_not_matter():
     messages = tuple(dict(reversed(message.items())) for message in ROW.messages)
     assert to_line(replace(ROW, messages=messages)) == to_line(ROW)
+
+
+def test_the_order_of_a_calls_fields_is_kept():
+    """A template renders them in the order that they have."""
+    call = {"name": "weather", "arguments": {"when": "now", "city": "Oslo"}}
+    message = {"role": "assistant", "content": "", "tool_calls": [{"function": call}]}
+    [again] = from_line(to_line(replace(ROW, messages=(message,))).encode()).messages
+    assert list(again["tool_calls"][0]["function"]) == ["name", "arguments"]
+    assert list(again["tool_calls"][0]["function"]["arguments"]) == ["when", "city"]
+
+
+def test_a_line_comes_back():
     assert from_line(to_line(ROW).encode()) == ROW
 
 
