@@ -17,6 +17,9 @@ import numpy.typing as npt
 from medusa_train.evaluate.ranks import MISS, Ranks
 
 REPORT_VERSION = 1
+MIN_CONVERSATIONS = 2
+"""Resamples of one conversation are all alike, and an interval of no width would look certain."""
+
 Array = npt.NDArray[np.float64]
 
 
@@ -34,7 +37,9 @@ class Ratio:
         return float(self.numerator.sum() / total) if total else None
 
     def interval(self, weights: Array) -> list[float] | None:
-        """The 95 % interval over resamples ``weights`` [num_bootstrap, C]."""
+        """The 95 % interval over resamples ``weights`` [num_bootstrap, C]; None for C = 1."""
+        if len(self.numerator) < MIN_CONVERSATIONS:
+            return None
         below = weights @ self.denominator
         above = weights @ self.numerator
         drawn = below > 0

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from medusa_train.evaluate.accuracy import MIN_CONVERSATIONS
+
 ABSENT = "–"
+_DRAWN_BY = ("temperature", "top_p", "top_k")
 
 
 def number(value: float | None, *, digits: int = 3) -> str:
@@ -13,7 +16,7 @@ def number(value: float | None, *, digits: int = 3) -> str:
     return ABSENT if value is None else f"{value:.{digits}f}"
 
 
-def interval(value: list[float] | None, *, digits: int = 3) -> str:
+def interval(value: Sequence[float] | None, *, digits: int = 3) -> str:
     """An interval, or a dash."""
     return ABSENT if value is None else f"{value[0]:.{digits}f}–{value[1]:.{digits}f}"
 
@@ -54,29 +57,50 @@ def chain_line(report: Mapping[str, Any]) -> str:
 
 
 def text_lines(report: Mapping[str, Any]) -> list[str]:
-    """What was measured on, and what its sampling means for the figures."""
-    return [
-        f"{report['num_conversations']:,} conversations, {report['num_positions']:,} positions; "
-        "intervals: 95 %, percentile bootstrap over conversations",
-        f"text: {sampling_phrase(report['text_sampling'])}",
-    ]
+    """How much was measured, and what the text's sampling means for the figures."""
+    counts = (
+        f"{counted(report['num_conversations'], 'conversation')}, "
+        f"{counted(report['num_positions'], 'position')}"
+    )
+    intervals = "intervals: 95 %, percentile bootstrap over conversations"
+    if report["num_conversations"] < MIN_CONVERSATIONS:
+        intervals = f"no intervals: they need {MIN_CONVERSATIONS} conversations"
+    return [f"{counts}; {intervals}", f"text: {sampling_phrase(report['text_sampling'])}"]
 
 
 def sampling_phrase(sampling: Any) -> str:
     """How the text was drawn, and for which decoding the acceptance length is exact."""
-    if isinstance(sampling, list):
-        return "drawn in several ways; the figures are exact for no single way of decoding"
+    if isinstance(sampling, Sequence) and not isinstance(sampling, str):
+        ways = [_drawn_by(way) for way in sampling]
+        if ways and all(way is not None and way == ways[0] for way in ways):
+            sampling = sampling[0]  # the ways differ in the seed or the greatest length alone
+        else:
+            return "drawn in several ways; exact for no single way of decoding"
     if not isinstance(sampling, Mapping):
-        return "given, not written by the base model; the figures describe this text alone"
+        return (
+            "given, not written by the base model; the figures describe this text and say nothing "
+            "exact about decoding"
+        )
     temperature = sampling.get("temperature")
     if temperature == 0:
-        return "the base model's greedy answers; exact for greedy decoding"
-    details = [f"temperature {temperature}"]
+        return "the base model's greedy answers; the acceptance length is exact for greedy decoding"
+    settings = [f"temperature {'unknown' if temperature is None else temperature}"]
     if sampling.get("top_p", 1.0) != 1.0:
-        details.append(f"top-p {sampling['top_p']}")
+        settings.append(f"top-p {sampling['top_p']}")
     if sampling.get("top_k"):
-        details.append(f"top-k {sampling['top_k']}")
+        settings.append(f"top-k {sampling['top_k']}")
     return (
-        f"the base model's answers at {', '.join(details)}; exact for lossless sampling with these "
-        "settings, and not for greedy decoding"
+        f"the base model's answers at {', '.join(settings)}; the acceptance length is "
+        "exact for lossless sampling with the same settings, and not for greedy decoding"
     )
+
+
+def _drawn_by(sampling: Any) -> tuple[Any, ...] | None:
+    if not isinstance(sampling, Mapping):
+        return None
+    return tuple(sampling.get(key) for key in _DRAWN_BY)
+
+
+def counted(count: int, noun: str) -> str:
+    """``1 row``, ``2 rows``."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
