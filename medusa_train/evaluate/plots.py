@@ -30,6 +30,14 @@ if TYPE_CHECKING:
 
 MIN_PAIRS_PER_BIN = 20
 NUM_BINS = 12
+PLOT_NAMES = (
+    "top_1_accuracy",
+    "top_n_accuracy",
+    "accepted",
+    "position",
+    "training_loss",
+    "training_top1",
+)
 
 
 def make_plots(report: Mapping[str, Any], ranks: Ranks, *, metrics: Path | None) -> list[Plot]:

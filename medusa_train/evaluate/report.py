@@ -8,7 +8,7 @@ from typing import Any
 
 from medusa_train.evaluate.drawing import Plot
 from medusa_train.evaluate.page import html_page
-from medusa_train.evaluate.plots import make_plots
+from medusa_train.evaluate.plots import PLOT_NAMES, make_plots
 from medusa_train.evaluate.ranks import Ranks, write_ranks
 from medusa_train.evaluate.tables import accuracy_rows, chain_line, columns, text_lines
 from medusa_train.run_dir import atomic_path, write_json, write_text
@@ -36,6 +36,9 @@ def write_report(
     """
     plots = make_plots(report, ranks, metrics=metrics)
     write_ranks(directory / RANKS_FILE, ranks)
+    # Where an older report had more to draw, its picture would look like this one's.
+    for name in set(PLOT_NAMES) - {plot.name for plot in plots}:
+        (directory / f"{name}.png").unlink(missing_ok=True)
     for plot in plots:
         with atomic_path(directory / f"{plot.name}.png") as temporary:
             temporary.write_bytes(plot.png)

@@ -181,6 +181,13 @@ def test_heads_without_pairs_are_dashes(tmp_path: Path) -> None:
     assert row in (tmp_path / "heads_accuracy.md").read_text().splitlines()
 
 
+def test_no_picture_of_an_older_report_stays(tmp_path: Path) -> None:
+    _write(tmp_path, _ranks(2))
+    assert (tmp_path / "position.png").exists()
+    _write(tmp_path, _ranks(2, conversations=1))
+    assert not (tmp_path / "position.png").exists()
+
+
 def test_no_head_has_pairs(tmp_path: Path) -> None:
     """Answers of one token: the walk has steps, the heads have nothing to show."""
     report = _write(tmp_path, _ranks(2, conversations=3, length=1))
