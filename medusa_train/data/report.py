@@ -151,9 +151,10 @@ class Tally:
         if len(locations) < MAX_LOCATIONS:
             locations.append(f"{location} ({detail})" if detail else location)
         if len(self._strict_errors) < MAX_STRICT_ERRORS:
-            need = "needs a repair" if fate == "repaired" else "cannot be used"
+            is_repair = fate == "repaired"
+            problem = "the row needs a repair" if is_repair else "the row cannot be used"
             text = f"{reason}, got {detail}" if detail else reason
-            self._strict_errors.append(f"{location}: the row {need}: {text} (strict)")
+            self._strict_errors.append(f"{location}: {problem}: {text} (strict)")
 
 
 def _as_json(reasons: Mapping[str, Reason]) -> dict[str, object]:
