@@ -11,9 +11,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from medusa_train.base_model.fingerprint import base_fingerprint
 from medusa_train.base_model.load import BaseModel, load_base_model
-from medusa_train.console import log, warn
+from medusa_train.console import format_seconds, log, warn
 from medusa_train.data.chat import ChatTokenizer
 from medusa_train.data.conversations import (
     CONVERSATIONS_FILE,
@@ -27,6 +29,7 @@ from medusa_train.data.conversations import (
     split_of,
     write_dataset,
 )
+from medusa_train.data.convert import import_manifest
 from medusa_train.data.sources import load_conversations_file, truncate_rows
 from medusa_train.distill.run import run_distill
 from medusa_train.distill.settings import DistillSettings
@@ -42,6 +45,7 @@ from medusa_train.run_dir import (
     check_writable,
     file_fingerprint,
     fingerprint,
+    read_json,
 )
 from medusa_train.train.build import CacheLocation, TrainingData, build_trainer
 from medusa_train.train.trainer import last_checkpoint
@@ -226,20 +230,15 @@ def _import_data(workspace: Workspace) -> Mapping[str, Any]:
     rows, report = load_conversations_file(path, chat, strict=section.strict)
     for line in report.location_lines():
         warn(line)
-    count = write_dataset(
-        workspace.run.data,
-        rows,
-        manifest={
-            "base_model": workspace.base.name_or_path,
-            "base_fingerprint": workspace.base.fingerprint,
-            "tokenizer_hash": chat.tokenizer_hash,
-            "chat_template_hash": chat.chat_template_hash,
-            "chat_template_kwargs": section.chat_template_kwargs,
-            "sampling": None,
-            "source": path.name,
-            "rows": report.as_json(),
-        },
-    )
+    for text, number in report.notes.items():
+        log(f"{path}: {text}: {number}")
+    manifest = {
+        "base_model": workspace.base.name_or_path,
+        "base_fingerprint": workspace.base.fingerprint,
+        "source": path.name,
+        **import_manifest(rows, report, chat),
+    }
+    count = write_dataset(workspace.run.data, rows, manifest=manifest)
     return {"num_conversations": count}
 
 
@@ -313,6 +312,17 @@ def _train(workspace: Workspace) -> Mapping[str, Any]:
     return {"steps": trainer.state.global_step, "seed": trainer.args.seed}
 
 
+def _facts(workspace: Workspace) -> dict[str, str]:
+    """What the head of the report says of the run."""
+    seconds = read_json(workspace.run.manifest)["stages"].get("train", {}).get("seconds")
+    facts = {
+        "recipe": workspace.loaded.name,
+        "trained on": f"{len(workspace.data.train):,} conversations",
+        "device": f"{workspace.base.device}, {torch.get_num_threads()} CPU threads",
+    }
+    return facts if seconds is None else {**facts, "training": format_seconds(seconds)}
+
+
 def _accuracy(workspace: Workspace) -> Mapping[str, Any]:
     recipe, run = workspace.recipe, workspace.run
     conversations = workspace.data.eval
@@ -325,7 +335,7 @@ def _accuracy(workspace: Workspace) -> Mapping[str, Any]:
         conversations=conversations,
         output=run.report,
         metrics=run.metrics,
-        facts={"recipe": workspace.loaded.name},
+        facts=_facts(workspace),
         **recipe.evaluate.model_dump(),
     )
     return {"num_conversations": len(conversations)}

@@ -167,7 +167,8 @@ def write_ranks(path: Path, ranks: Ranks) -> None:
         "position": ranks.position,
         "span": ranks.span,
     }
-    metadata = {"format": "pt", "ranks": json.dumps(ranks.metadata, sort_keys=True)}
+    # One key only: safetensors writes several in no fixed order, and equal ranks are equal bytes.
+    metadata = {"ranks": json.dumps(ranks.metadata, sort_keys=True)}
     with atomic_path(path) as temporary:
         save_file({name: t.contiguous() for name, t in tensors.items()}, temporary, metadata)
 
