@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import unicodedata
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from medusa_train.distill.in_process import Answer
@@ -20,6 +20,9 @@ EMPTY_ANSWER = "empty answer"
 SHORT_ANSWER = "answer too short"
 CUT_ANSWER = "answer cut"
 LOOPING_ANSWER = "looping answer"
+
+# A looping answer is stopped within this many tokens, since nothing that follows could save it.
+LOOP_CHECK_TOKENS = 16
 
 
 def answer_fault(
@@ -46,6 +49,16 @@ def is_looping(tokens: Sequence[int], *, ngram: int, repeats: int) -> bool:
     grams = (tuple(tokens[i : i + ngram]) for i in range(len(tokens) - ngram + 1))
     counts = Counter(grams)
     return max(counts.values(), default=0) > repeats
+
+
+def loop_watch(settings: DistillSettings) -> Callable[[Sequence[int]], bool] | None:
+    """What tells the engine to stop an answer that will be dropped as looping; None: keep all."""
+    if not settings.loop_ngram:
+        return None
+    return lambda tokens: (
+        len(tokens) % LOOP_CHECK_TOKENS == 0
+        and is_looping(tokens, ngram=settings.loop_ngram, repeats=settings.loop_repeats)
+    )
 
 
 def prompt_key(messages: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:

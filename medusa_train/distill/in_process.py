@@ -17,6 +17,7 @@ import torch
 from transformers import PreTrainedModel
 
 from medusa_train.distill.attention import attention_plan
+from medusa_train.distill.packed_linear import packed_linears
 from medusa_train.distill.sampling import Sampler, Sampling
 from medusa_train.distill.slot_attention import group_rows, grouped, slot_attention
 from medusa_train.distill.slot_cache import SlotCache
@@ -86,11 +87,24 @@ class InProcessEngine:
         self.vocab_size = vocab_size
         self.max_rows = max_rows
         self.plan = attention_plan(model)
+        self._cache: SlotCache | None = None
 
     @property
     def max_length(self) -> int | None:
         """The most positions a row can have, prompt and answer together."""
         return self.plan.max_length
+
+    def cache(self, num_slots: int, *, bound: int) -> SlotCache:
+        """A cache with ``num_slots`` rows or more of up to ``bound`` positions, kept for reuse.
+
+        What earlier rows left in it is masked like what was never written.
+        """
+        if self._cache is None or self._cache.num_slots < num_slots:
+            self._cache = SlotCache(
+                self.plan.num_layers, num_slots=num_slots, device=self.model.device
+            )
+        self._cache.bound = bound
+        return self._cache
 
     def generate(
         self,
@@ -115,7 +129,11 @@ class InProcessEngine:
         if self.max_length is not None and max(map(len, prompts), default=0) >= self.max_length:
             raise ValueError(f"a prompt must be shorter than {self.max_length} tokens")
         run = _Run(self, prompts, stopping=stopping, sampler=Sampler(sampling, generator=generator))
-        with torch.inference_mode(), slot_attention(self.model):
+        with (
+            torch.inference_mode(),
+            slot_attention(self.model),
+            packed_linears(self.model, num_rows=run.num_slots),
+        ):
             for num_tokens in run.steps():
                 if on_step is not None:
                     on_step(num_tokens)
@@ -139,7 +157,8 @@ class _Run:
         self.sampler = sampler
         self.device = engine.model.device
         self.num_slots = min(engine.max_rows, len(prompts))
-        self.cache = SlotCache(engine.plan.num_layers, num_slots=self.num_slots, device=self.device)
+        bound = max(map(len, prompts), default=0) + stopping.max_new_tokens
+        self.cache = engine.cache(self.num_slots, bound=bound)
         self.written: list[list[int]] = [[] for _ in prompts]
         self.reasons: list[Literal["stop", "length"]] = ["length" for _ in prompts]
         self.rows = _Rows()
@@ -252,7 +271,7 @@ class _Run:
             if token in stopping.stop_ids or is_end:
                 self.reasons[self.rows.requests[row]] = "stop"
                 finished.append(row)
-            elif len(written) >= stopping.max_new_tokens or self.rows.positions[row] == limit:
+            elif len(written) >= stopping.max_new_tokens or self.rows.positions[row] + 1 == limit:
                 finished.append(row)
         for row in reversed(finished):
             length = self.rows.positions[-1]

@@ -264,7 +264,11 @@ class _Generation:
         answers = self.engine.generate(
             [prompt.input_ids for prompt in drawn.prompts],
             sampling=self.settings.answer_sampling,
-            stopping=Stopping(self.chat.stop_ids, self.settings.max_new_tokens),
+            stopping=Stopping(
+                self.chat.stop_ids,
+                self.settings.max_new_tokens,
+                filters.loop_watch(self.settings),
+            ),
             generator=generator,
             on_step=on_step,
         )

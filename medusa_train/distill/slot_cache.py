@@ -116,21 +116,27 @@ class SlotCache(Cache):
         num_layers: of the model.
         num_slots: S, the most rows decoded together.
         device: where slot indices live.
+
+    Attributes:
+        capacity: the positions that each slot has room for.
+        bound: the most positions that will be needed; growth stops there.
     """
 
     def __init__(self, num_layers: int, *, num_slots: int, device: torch.device) -> None:
         self.num_slots = num_slots
         self.capacity = 0
+        self.bound = 0
         self.device = device
         self.writing = Writing(torch.zeros(0, dtype=torch.long, device=device), None, 0, 0)
         self.slot_layers = [SlotLayer(self) for _ in range(num_layers)]
         super().__init__(layers=list(self.slot_layers))
 
     def reserve(self, length: int) -> None:
-        """Make room for ``length`` positions per slot, at least doubling when it grows."""
+        """Make room for ``length`` positions per slot, doubling when it grows up to the bound."""
         if length <= self.capacity:
             return
-        self.capacity = max(2 * self.capacity, -(-length // GROWTH) * GROWTH)
+        wanted = max(length, min(2 * self.capacity, self.bound))
+        self.capacity = -(-wanted // GROWTH) * GROWTH
         for layer in self.slot_layers:
             layer.grow(self.capacity)
 
