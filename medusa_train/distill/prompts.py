@@ -125,10 +125,15 @@ def write_prompts(
         on_step: called with the number of tokens of each step.
     """
     header = chat.user_header(system_prompt=settings.system_prompt)
+    is_end = _end_of_turn(chat)
+    # A longer turn would be dropped as too long. Where a stop id ends it, the template's other ids
+    # after it are not for the model to write.
+    num_unwritten = len(chat.user_end_ids) - 1 if is_end is None else 0
+    limit = settings.max_prompt_tokens - len(header) - num_unwritten
     answers = engine.generate(
         [header] * count,
         sampling=settings.prompt_sampling,
-        stopping=Stopping(chat.stop_ids, settings.max_prompt_tokens, _end_of_turn(chat)),
+        stopping=Stopping(chat.stop_ids, max(1, limit), is_end),
         generator=generator,
         on_step=on_step,
     )
