@@ -17,11 +17,10 @@ from medusa_train.data.conversations import (
     read_conversations,
 )
 from medusa_train.data.sources import load_conversations_file, truncate_rows
-from medusa_train.data.template import read_chat_template
 from medusa_train.errors import InputError
 from medusa_train.evaluate.heads_accuracy import evaluate_heads
 from medusa_train.heads.checkpoint import read_spec
-from medusa_train.recipe.load import load_recipe
+from medusa_train.recipe.load import load_recipe, read_chat_template
 from medusa_train.run_dir import RunDir, check_writable
 from medusa_train.stages import Workspace
 
@@ -111,7 +110,7 @@ def _rows(
         chat = ChatTokenizer(
             base.tokenizer,
             stop_ids=base.stop_ids,
-            chat_template=None if chat_template is None else read_chat_template(chat_template),
+            chat_template=read_chat_template(chat_template),
         )
         path = data
         rows, report = load_conversations_file(data, chat)

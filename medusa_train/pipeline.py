@@ -68,7 +68,10 @@ def run_pipeline(
     # Read before anything is written: a base model that is not there stops the run here.
     log(f"base model {loaded.recipe.base_model.name_or_path}: {workspace.base_fingerprint}")
     if dry_run:
-        rows = [[stage, _state(stage, workspace, again=start is not None)] for stage in stages]
+        rows = [
+            [stage, "to run" if start else _state(stage, workspace, alone=only is not None)]
+            for stage in stages
+        ]
         table(f"{loaded.path} → {workspace.run.root}", ["stage", "state"], rows)
         return workspace.run
     check_writable(workspace.run.root)
@@ -77,44 +80,43 @@ def run_pipeline(
         if start is not None:
             _remove_outputs(stages, workspace.run)
         for stage in stages:
-            _run_or_skip(stage, workspace, is_last_resort=only is not None)
+            _run_or_skip(stage, workspace, alone=only is not None)
     return workspace.run
 
 
 def _chosen(loaded: LoadedRecipe, *, only: str | None, start: str | None) -> list[str]:
+    assert only is None or start is None, "the command line takes one of them"
     named = named_stages(loaded)
     for option, stage in (("--only", only), ("--from", start)):
         if stage is not None and stage not in named:
             known = "no such stage" if stage not in STAGES else f"{loaded.path} does not have it"
             raise InputError(f"{option} {stage}: {known}; choose from {', '.join(named)}")
-    if only is not None and start is not None:
-        raise InputError("--only and --from exclude each other")
     if only is not None:
         return [only]
     return named if start is None else named[named.index(start) :]
 
 
-def _state(stage: str, workspace: Workspace, *, again: bool = False) -> State:
-    """What would become of a stage now."""
-    if again:
-        return "to run"
+def _state(stage: str, workspace: Workspace, *, alone: bool) -> State:
+    """What would become of a stage now; ``alone``: it was asked for by ``--only``."""
     record = _record(stage, workspace.run)
     is_done = all(path.exists() for path in outputs_of(stage, workspace.run))
     wanted = fingerprint_of(stage, workspace)
-    if wanted is not None and record.get("fingerprint") == wanted:
-        return "up to date" if is_done and record.get("finished") else "goes on"
-    if stage == "hidden-states" and _state("train", workspace) == "up to date":
+    is_same = wanted is not None and record.get("fingerprint") == wanted
+    if is_same and is_done and record.get("finished"):
+        return "up to date"
+    # Heads that are trained need the states no more, and they may not have been kept.
+    is_for_training = stage == "hidden-states" and not alone
+    if is_for_training and _state("train", workspace, alone=True) == "up to date":
         return "not needed"
+    if is_same:
+        return "goes on"
     started = record and any(path.exists() for path in directories_of(stage, workspace.run))
     return "differs" if started and stage in _KEPT_UNLESS_ASKED else "to run"
 
 
-def _run_or_skip(stage: str, workspace: Workspace, *, is_last_resort: bool) -> None:
+def _run_or_skip(stage: str, workspace: Workspace, *, alone: bool) -> None:
     run = workspace.run
-    state = _state(stage, workspace)
-    if state == "goes on" and stage == "hidden-states" and not is_last_resort:
-        # A finished run whose states were not kept needs them no more.
-        state = "not needed" if _state("train", workspace) == "up to date" else state
+    state = _state(stage, workspace, alone=alone)
     if state in {"up to date", "not needed"}:
         log(f"{stage}: {state}")
         return

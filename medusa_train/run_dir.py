@@ -136,6 +136,22 @@ def read_json(path: Path) -> Any:
         raise InputError(f"{path}: not valid JSON: {error}") from error
 
 
+def read_json_lines(path: Path) -> list[Any]:
+    """The lines of an append-only file; a last one that a kill cut short is left out.
+
+    A file that is not there has no lines.
+    """
+    if not path.exists():
+        return []
+    lines = []
+    for text in path.read_text(encoding="utf-8").splitlines():
+        try:
+            lines.append(json.loads(text))
+        except json.JSONDecodeError:
+            break
+    return lines
+
+
 def fingerprint(value: Any) -> str:
     """A short hash of any JSON value; equal values give equal fingerprints in any process."""
     text = json.dumps(value, sort_keys=True, ensure_ascii=False, separators=(",", ":"))

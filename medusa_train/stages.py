@@ -79,12 +79,8 @@ class Workspace:
     @cached_property
     def chat(self) -> ChatTokenizer:
         """The base's tokenizer with the recipe's chat template."""
-        return ChatTokenizer(
-            self.base.tokenizer,
-            stop_ids=self.base.stop_ids,
-            chat_template=self.loaded.chat_template(),
-            chat_template_kwargs=self.recipe.data.chat_template_kwargs,
-        )
+        kwargs = self.recipe.data.chat_template_kwargs
+        return _chat(self.base, self.loaded.chat_template(), kwargs)
 
     @property
     def data_directory(self) -> Path:
@@ -254,6 +250,15 @@ def _distill(workspace: Workspace) -> Mapping[str, Any]:
     return {"num_conversations": manifest["num_conversations"]}
 
 
+def _chat(base: BaseModel, template: str | None, kwargs: Mapping[str, Any]) -> ChatTokenizer:
+    return ChatTokenizer(
+        base.tokenizer,
+        stop_ids=base.stop_ids,
+        chat_template=template,
+        chat_template_kwargs=kwargs,
+    )
+
+
 def generate_dataset(loaded: LoadedDistillConfig, *, output: Path) -> dict[str, Any]:
     """Generate a data set apart from any run: what ``medusa-distill generate`` does.
 
@@ -264,12 +269,7 @@ def generate_dataset(loaded: LoadedDistillConfig, *, output: Path) -> dict[str, 
     check_writable(output)
     log(f"loading {config.base_model.name_or_path}")
     base = load_base_model(**config.base_model.model_dump())
-    chat = ChatTokenizer(
-        base.tokenizer,
-        stop_ids=base.stop_ids,
-        chat_template=loaded.chat_template(),
-        chat_template_kwargs=config.data.chat_template_kwargs,
-    )
+    chat = _chat(base, loaded.chat_template(), config.data.chat_template_kwargs)
     settings = DistillSettings(**config.data.distill.model_dump())
     return run_distill(base, chat, settings=settings, output=output)
 

@@ -259,12 +259,12 @@ def _chat(
         )
     from medusa_train.base_model.load import load_stop_ids, load_tokenizer
     from medusa_train.data.chat import ChatTokenizer
-    from medusa_train.data.template import read_chat_template
+    from medusa_train.recipe.load import read_chat_template
 
     tokenizer = load_tokenizer(name, gguf_file=gguf_file)
     return ChatTokenizer(
         tokenizer,
         stop_ids=load_stop_ids(name, tokenizer=tokenizer),
-        chat_template=None if chat_template is None else read_chat_template(chat_template),
+        chat_template=read_chat_template(chat_template),
         chat_template_kwargs=variables,
     )

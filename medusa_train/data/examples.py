@@ -13,9 +13,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from medusa_train.losses import label_offset
-
-IGNORE = -100
+from medusa_train.losses import IGNORE, label_offset
 
 
 @dataclass(frozen=True, slots=True)

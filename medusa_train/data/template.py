@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import jinja2
@@ -158,24 +157,6 @@ class ChatTemplate:
         )
         assert isinstance(text, str)
         return text
-
-
-def read_chat_template(value: str, *, relative_to: Path | None = None) -> str:
-    """The text of a template that is given as a path or as the text itself.
-
-    A value with a brace or a line break is the text; anything else is a path, tried from
-    ``relative_to`` first and then from the working directory.
-
-    Raises:
-        InputError: there is no such file.
-    """
-    if "{" in value or "\n" in value:
-        return value
-    candidates = [Path(value)] if relative_to is None else [relative_to / value, Path(value)]
-    for path in candidates:
-        if path.is_file():
-            return path.read_text(encoding="utf-8")
-    raise InputError(f"{value}: no such chat template file")
 
 
 def _own_template(tokenizer: PreTrainedTokenizerBase) -> str | None:

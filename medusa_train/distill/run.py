@@ -286,10 +286,10 @@ class _Generation:
     def _row(self, prompt: Prompt, answer: Answer) -> Conversation:
         start = len(prompt.input_ids)
         sampling = self.settings.row_sampling()
-        asked = [MAGPIE, prompt.index] if self.file is None else list(prompt.input_ids)
+        asked = prompt.index if self.file is None else list(prompt.input_ids)
         text = self.chat.tokenizer.decode(list(answer.token_ids), skip_special_tokens=True)
         return Conversation(
-            id=fingerprint([self.base.fingerprint, self.source, asked, prompt.index, sampling]),
+            id=fingerprint([self.base.fingerprint, self.source, asked, sampling]),
             source=self.source,
             messages=(*prompt.messages, {"role": "assistant", "content": text}),
             input_ids=prompt.input_ids + answer.token_ids,

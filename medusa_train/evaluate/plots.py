@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,6 +23,7 @@ from medusa_train.evaluate.drawing import (
 )
 from medusa_train.evaluate.ranks import Ranks
 from medusa_train.evaluate.tables import counted, interval, number
+from medusa_train.run_dir import read_json_lines
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -47,7 +47,7 @@ def make_plots(report: Mapping[str, Any], ranks: Ranks, *, metrics: Path | None)
         _top_n(report) if report["top_k"] > 1 else None,
         _accepted(report, ranks),
         _along_the_answer(ranks),
-        *([] if metrics is None else _training(_read_metrics(metrics), report["num_heads"])),
+        *([] if metrics is None else _training(read_json_lines(metrics), report["num_heads"])),
     ]
     return [plot for plot in plots if plot is not None]
 
@@ -241,16 +241,3 @@ def _curves(
 
 def _is_eval(line: Mapping[str, Any]) -> bool:
     return any(name.startswith("eval_head") for name in line)
-
-
-def _read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The lines of ``metrics.jsonl``; a last one that was cut short is left out."""
-    if not path.exists():
-        return []
-    lines = []
-    for text in path.read_text(encoding="utf-8").splitlines():
-        try:
-            lines.append(json.loads(text))
-        except json.JSONDecodeError:
-            break
-    return lines

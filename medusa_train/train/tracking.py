@@ -12,6 +12,7 @@ from typing import Any
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from medusa_train import console
+from medusa_train.run_dir import read_json_lines
 
 
 class MetricsFile(TrainerCallback):
@@ -35,7 +36,7 @@ class MetricsFile(TrainerCallback):
         if not state.is_world_process_zero:
             return
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        kept = [line for line in _complete_lines(self.path) if line["step"] <= state.global_step]
+        kept = [line for line in read_json_lines(self.path) if line["step"] <= state.global_step]
         text = "".join(json.dumps(line) + "\n" for line in kept)
         self.path.write_text(text if state.global_step else "", encoding="utf-8")
 
@@ -134,16 +135,3 @@ class TrainingLog(TrainerCallback):
         figures = [logs.get(f"{prefix}head{k + 1}_top1") for k in range(self.num_heads)]
         shown = ["-" if figure is None else f"{figure:.3f}" for figure in figures]
         return "top-1 " + " ".join(shown)
-
-
-def _complete_lines(path: Path) -> list[dict[str, Any]]:
-    """The lines of an append-only file; a last one that a kill cut short is left out."""
-    if not path.exists():
-        return []
-    lines = []
-    for text in path.read_text(encoding="utf-8").splitlines():
-        try:
-            lines.append(json.loads(text))
-        except json.JSONDecodeError:
-            break
-    return lines

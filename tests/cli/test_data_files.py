@@ -178,7 +178,7 @@ def test_chats_without_a_template(base, dirty, tmp_path, outcome):
         ),
         (
             ("inspect", "dirty.json", "--base-model", "BASE", "--chat-template", "x.jinja"),
-            "x.jinja: no such chat template file",
+            "x.jinja: no such file",
         ),
     ],
 )

@@ -95,14 +95,13 @@ def test_the_texts_of_that_test_end_in_every_way() -> None:
 
 def _ranks(rows: list[list[int]], *, spans: list[int], num_valid: list[int]) -> Ranks:
     count = len(rows)
-    starts = [spans.index(span) for span in spans]
     return Ranks(
         ranks=torch.tensor(rows, dtype=torch.int16),
         num_valid=torch.tensor(num_valid, dtype=torch.int16),
         conversation=torch.zeros(count, dtype=torch.int32),
         position=torch.tensor([4 + i for i in range(count)], dtype=torch.int32),
         span=torch.tensor(spans, dtype=torch.int32),
-        metadata={"top_k": 3, "text_sampling": {"temperature": 0}, "starts": starts},
+        metadata={"top_k": 3, "text_sampling": {"temperature": 0}},
     )
 
 

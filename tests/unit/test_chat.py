@@ -7,7 +7,7 @@ import torch
 
 from medusa_train.data.chat import ChatTokenizer
 from medusa_train.data.examples import IGNORE, pad_batch, supervised_labels
-from medusa_train.data.template import TemplateRefusedError, read_chat_template
+from medusa_train.data.template import TemplateRefusedError
 from medusa_train.errors import InputError
 from tests.tokenizers_for_tests import (
     BOS,
@@ -284,16 +284,6 @@ def test_the_user_header_holds_the_system_turn():
 def test_a_syntax_error_names_its_line():
     with pytest.raises(InputError, match=r"chat template: line 2: "):
         make_chat("{{ bos_token }}\n{% for %}")
-
-
-def test_a_template_is_a_path_or_the_text(tmp_path, monkeypatch):
-    assert read_chat_template("{{ messages }}") == "{{ messages }}"
-    (tmp_path / "x.jinja").write_text("{{ text }}")
-    assert read_chat_template("x.jinja", relative_to=tmp_path) == "{{ text }}"
-    monkeypatch.chdir(tmp_path)
-    assert read_chat_template("x.jinja") == "{{ text }}"
-    with pytest.raises(InputError, match="no such chat template file"):
-        read_chat_template("y.jinja")
 
 
 def test_the_hash_of_a_tokenizer_is_that_of_its_behaviour():
