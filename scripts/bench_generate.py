@@ -25,9 +25,10 @@ import torch
 from medusa_train.base_model.load import BaseModel, load_base_model
 from medusa_train.console import log, make_table, stderr
 from medusa_train.data.chat import ChatTokenizer
-from medusa_train.distill.in_process import InProcessEngine, Stopping
+from medusa_train.distill.in_process import InProcessEngine
 from medusa_train.distill.prompts import write_prompts
 from medusa_train.distill.settings import DistillSettings
+from medusa_train.distill.writer import Stopping
 
 STATIC_ROWS = (16, 32, 64, 128)
 DTYPES = ("bfloat16", "float32")

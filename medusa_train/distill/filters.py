@@ -7,8 +7,8 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from medusa_train.distill.in_process import Answer
 from medusa_train.distill.settings import DistillSettings
+from medusa_train.distill.writer import Answer
 
 UNFINISHED_PROMPT = "prompt without an end"
 EMPTY_PROMPT = "empty prompt"

@@ -21,6 +21,7 @@ from medusa_train.distill.packed_linear import packed_linears
 from medusa_train.distill.sampling import Sampler, Sampling
 from medusa_train.distill.slot_attention import group_rows, grouped, slot_attention
 from medusa_train.distill.slot_cache import SlotCache
+from medusa_train.distill.writer import Answer, Stopping
 
 # Tokens of one pass over prompts: enough to use the machine, few enough for its memory.
 PROMPT_PASS_TOKENS = 4096
@@ -28,29 +29,6 @@ PROMPT_PASS_TOKENS = 4096
 MIN_PREFIX = 4
 # Freed slots are filled together once they are this share of all: a pass reads all weights.
 REFILL_SHARE = 8
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """What the model wrote after one prompt; a stop token is its last one."""
-
-    token_ids: tuple[int, ...]
-    finish_reason: Literal["stop", "length"]
-
-
-@dataclass(frozen=True, slots=True)
-class Stopping:
-    """When a row is finished.
-
-    Attributes:
-        stop_ids: ids that end a row.
-        max_new_tokens: the most tokens of a row.
-        is_end: asked after each token, with all of the row's new tokens; None: only ids stop.
-    """
-
-    stop_ids: frozenset[int]
-    max_new_tokens: int
-    is_end: Callable[[Sequence[int]], bool] | None = None
 
 
 @dataclass(slots=True)

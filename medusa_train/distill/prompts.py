@@ -20,8 +20,9 @@ from medusa_train.data.chat import ChatTokenizer
 from medusa_train.data.sources import load_prompts_file
 from medusa_train.data.template import TemplateRefusedError
 from medusa_train.distill import filters
-from medusa_train.distill.in_process import Answer, InProcessEngine, Stopping
+from medusa_train.distill.in_process import InProcessEngine
 from medusa_train.distill.settings import DistillSettings
+from medusa_train.distill.writer import Answer, Stopping
 
 MAGPIE = "magpie"
 

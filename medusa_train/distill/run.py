@@ -31,7 +31,7 @@ from medusa_train.data.conversations import (
     write_dataset,
 )
 from medusa_train.distill import filters
-from medusa_train.distill.in_process import Answer, InProcessEngine, Stopping
+from medusa_train.distill.in_process import InProcessEngine
 from medusa_train.distill.prompts import (
     MAGPIE,
     Prompt,
@@ -40,6 +40,7 @@ from medusa_train.distill.prompts import (
     write_prompts,
 )
 from medusa_train.distill.settings import DistillSettings
+from medusa_train.distill.writer import Answer, Stopping
 from medusa_train.errors import InputError, MedusaTrainError
 from medusa_train.run_dir import (
     atomic_path,

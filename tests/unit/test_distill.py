@@ -12,10 +12,11 @@ from medusa_train.base_model.load import BaseModel
 from medusa_train.data.chat import ChatTokenizer
 from medusa_train.data.conversations import read_conversations, read_manifest
 from medusa_train.distill import filters
-from medusa_train.distill.in_process import Answer, InProcessEngine, Stopping
+from medusa_train.distill.in_process import InProcessEngine
 from medusa_train.distill.run import run_distill
 from medusa_train.distill.sampling import Sampler, Sampling
 from medusa_train.distill.settings import DistillSettings
+from medusa_train.distill.writer import Answer, Stopping
 from medusa_train.errors import InputError, MedusaTrainError
 from medusa_train.recipe.schema import DistillSection
 from tests.models_for_tests import ARCHITECTURES, make_base, make_model
