@@ -72,12 +72,15 @@ class Turns:
         text: the plain text; None for a chat.
         tools: tool descriptions that the template shows the model.
         repairs: what was repaired, in order.
+        later: of a prompt, the turns of the user after the first answer, up to what cannot be
+            asked again (the result of a tool, a system turn).
     """
 
     messages: tuple[dict[str, Any], ...]
     text: str | None
     tools: tuple[Any, ...] | None
     repairs: tuple[str, ...]
+    later: tuple[dict[str, Any], ...] = ()
 
 
 def read_turns(row: Any, *, need_answer: bool = True) -> Turns:
@@ -102,8 +105,9 @@ def read_turns(row: Any, *, need_answer: bool = True) -> Turns:
         raise RowRefusedError(NO_TURNS)
     messages = [_message(turn, repairs) for turn in raw_turns]
     messages = _joined(_from_first_user(messages, repairs), repairs)
+    later = () if need_answer else _later_turns(messages, row)
     messages = _with_answer(messages, repairs) if need_answer else _before_answer(messages)
-    return Turns(tuple(messages), None, _tools_of(row), tuple(dict.fromkeys(repairs)))
+    return Turns(tuple(messages), None, _tools_of(row), tuple(dict.fromkeys(repairs)), later)
 
 
 def _content_of(row: Any) -> tuple[Sequence[Any], str | None]:
@@ -125,6 +129,9 @@ def _content_of(row: Any) -> tuple[Sequence[Any], str | None]:
     if (prompt := row.get("prompt")) is not None:
         answer = row.get("completion", row.get("response"))
         return [*_side(prompt, "user"), *_side(answer, "assistant")], None
+    # Before "text": Alpaca's own files repeat the row there, in a prompt format of another model.
+    if row.get("instruction") is not None:
+        return _alpaca_turns(row), None
     text = row.get("text")
     if not isinstance(text, str):
         raise RowRefusedError(NO_DATA if text is None else NOT_TEXT)
@@ -136,6 +143,33 @@ def _side(value: Any, role: str) -> list[Any]:
     if value is None:
         return []
     return value if isinstance(value, list) else [{"role": role, "content": value}]
+
+
+def _alpaca_turns(row: Mapping[str, Any]) -> list[Any]:
+    """The turns of an Alpaca row, with its ``system`` and ``history``."""
+    question, context = row["instruction"], row.get("input")
+    if isinstance(question, str) and isinstance(context, str):
+        question = "\n\n".join(part for part in (question, context) if part.strip())
+    elif context is not None:
+        raise RowRefusedError(NOT_TEXT, f"input: {type(context).__name__}")
+    earlier = row.get("history") or []
+    if not isinstance(earlier, list) or not all(_is_pair(pair) for pair in earlier):
+        raise RowRefusedError(NOT_A_ROW, "history: must be pairs of a question and its answer")
+    return [
+        *_side(row.get("system") or None, "system"),
+        *(turn for pair in earlier for turn in _of_pair(*pair)),
+        *_side(question, "user"),
+        # A row that is only a prompt has an empty output.
+        *_side(row.get("output") or None, "assistant"),
+    ]
+
+
+def _is_pair(value: Any) -> bool:
+    return isinstance(value, list) and len(value) == 2
+
+
+def _of_pair(asked: Any, said: Any) -> list[Any]:
+    return [{"role": "user", "content": asked}, {"role": "assistant", "content": said}]
 
 
 def _message(turn: Any, repairs: list[str]) -> dict[str, Any]:
@@ -157,6 +191,8 @@ def _message(turn: Any, repairs: list[str]) -> dict[str, Any]:
     if not text.strip() and not (role == "tool" or "tool_calls" in extra):
         raise RowRefusedError(EMPTY_CONTENT, role)
     _check_unicode(text)
+    if extra:
+        _check_unicode(json.dumps(extra, ensure_ascii=False, default=str))
     return {"role": role, "content": text, **extra}
 
 
@@ -240,11 +276,26 @@ def _before_answer(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return messages[: roles.index("assistant")] if "assistant" in roles else messages
 
 
+def _later_turns(messages: list[dict[str, Any]], row: Any) -> tuple[dict[str, Any], ...]:
+    if isinstance(row, Mapping) and isinstance(questions := row.get("turns"), list):
+        return tuple(_message({"role": "user", "content": text}, []) for text in questions[1:])
+    later = []
+    for message in messages[len(_before_answer(messages)) :]:
+        if message["role"] not in {"user", "assistant"}:
+            break
+        if message["role"] == "user":
+            later.append(message)
+    return tuple(later)
+
+
 def _tools_of(row: Any) -> tuple[Any, ...] | None:
     tools = row.get("tools") if isinstance(row, Mapping) else None
     if isinstance(tools, str):
         tools = _parsed(tools, "tools")
-    return tuple(tools) if isinstance(tools, list) and tools else None
+    if not isinstance(tools, list) or not tools:
+        return None
+    _check_unicode(json.dumps(tools, ensure_ascii=False, default=str))
+    return tuple(tools)
 
 
 def _parsed(value: str, what: str) -> Any:

@@ -186,6 +186,11 @@ def test_a_cut_answer_has_no_invented_end(tmp_path):
         (chat_row("Hi", True), "a turn whose content is not text"),
         (chat_row("Hi", [{"type": "image", "url": "x"}]), "a turn whose content is not text"),
         (chat_row("Hi", "\ud83d"), "text that is not valid Unicode"),
+        (
+            {"messages": [{"role": "user", "content": "Hi", "name": "\ud83d"}]},
+            "text that is not valid Unicode",
+        ),
+        ({**chat_row("Hi", "Teal."), "tools": ["\ud83d"]}, "text that is not valid Unicode"),
         ({"messages": [{"role": "assistant", "content": "Hi"}]}, "no user turn"),
         ({"messages": [{"content": "Hi"}]}, "unknown role"),
         ({"id": 1, "messages": None}, "no conversations, messages or text key"),
