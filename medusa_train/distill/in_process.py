@@ -21,7 +21,8 @@ from medusa_train.distill.packed_linear import packed_linears
 from medusa_train.distill.sampling import Sampler, Sampling
 from medusa_train.distill.slot_attention import group_rows, grouped, slot_attention
 from medusa_train.distill.slot_cache import SlotCache
-from medusa_train.distill.writer import Answer, Stopping
+from medusa_train.distill.teacher import TeacherRecorder
+from medusa_train.distill.writer import Answer, Stopping, Teacher
 
 # Tokens of one pass over prompts: enough to use the machine, few enough for its memory.
 PROMPT_PASS_TOKENS = 4096
@@ -91,6 +92,7 @@ class InProcessEngine:
         sampling: Sampling,
         stopping: Stopping,
         generator: torch.Generator,
+        teacher: Teacher | None = None,
         on_step: Callable[[int], None] | None = None,
     ) -> list[Answer]:
         """Answer every prompt; the answers are in the order of the prompts.
@@ -100,13 +102,26 @@ class InProcessEngine:
             sampling: how tokens are drawn.
             stopping: when a row ends.
             generator: gives one uniform number per token; on the model's device.
+            teacher: which log-probabilities the answers have; changes none of their tokens.
             on_step: called after each step with the number of tokens it wrote.
+
+        Raises:
+            ValueError: a prompt is empty or too long, or ``teacher.num`` is not within
+                1 … ``vocab_size``.
         """
         if not all(prompts):
             raise ValueError("a prompt must have at least one token")
         if self.max_length is not None and max(map(len, prompts), default=0) >= self.max_length:
             raise ValueError(f"a prompt must be shorter than {self.max_length} tokens")
-        run = _Run(self, prompts, stopping=stopping, sampler=Sampler(sampling, generator=generator))
+        if teacher is not None and teacher.num > self.vocab_size:
+            raise ValueError(f"a teacher of {teacher.num} of {self.vocab_size} tokens is too large")
+        run = _Run(
+            self,
+            prompts,
+            stopping=stopping,
+            sampler=Sampler(sampling, generator=generator),
+            recorder=None if teacher is None else TeacherRecorder(teacher, generator=generator),
+        )
         with (
             torch.inference_mode(),
             slot_attention(self.model),
@@ -128,11 +143,13 @@ class _Run:
         *,
         stopping: Stopping,
         sampler: Sampler,
+        recorder: TeacherRecorder | None,
     ) -> None:
         self.engine = engine
         self.prompts = prompts
         self.stopping = stopping
         self.sampler = sampler
+        self.recorder = recorder
         self.device = engine.model.device
         self.num_slots = min(engine.max_rows, len(prompts))
         bound = max(map(len, prompts), default=0) + stopping.max_new_tokens
@@ -143,8 +160,10 @@ class _Run:
 
     def answers(self) -> list[Answer]:
         """What was written, in the order of the prompts."""
-        pairs = zip(self.written, self.reasons, strict=True)
-        return [Answer(tuple(tokens), reason) for tokens, reason in pairs]
+        num_prompts = len(self.prompts)
+        teachers = self.recorder.results(num_prompts) if self.recorder else [None] * num_prompts
+        parts = zip(self.written, self.reasons, teachers, strict=True)
+        return [Answer(tuple(tokens), reason, teacher=teacher) for tokens, reason, teacher in parts]
 
     def steps(self) -> Iterator[int]:
         """Run to the end, yielding the number of tokens of each step."""
@@ -220,7 +239,10 @@ class _Run:
         groups = group_rows(self.rows.positions) if self.device.type == "cpu" else None
         with grouped(groups):
             logits = self._forward(ids, positions[:, None], mask)
-        tokens: list[int] = self.sampler.draw(logits[:, -1, : self.engine.vocab_size]).tolist()
+        logits = logits[:, -1, : self.engine.vocab_size]
+        tokens: list[int] = self.sampler.draw(logits).tolist()
+        if self.recorder is not None:
+            self.recorder.record(logits, self.rows.requests)
         return tokens
 
     def _forward(self, ids: torch.Tensor, positions: torch.Tensor, mask: Any) -> torch.Tensor:

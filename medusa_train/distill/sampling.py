@@ -59,13 +59,16 @@ class Sampler:
         )
         if self.sampling.top_k and self.sampling.top_k < logits.shape[1]:
             return self._draw_top_k(logits, uniform)
-        weights = self._weights(logits)
+        weights = self.weights(logits)
         if self.sampling.top_p < 1:
             return self._draw_nucleus(weights, uniform)
         return inverse_cdf(weights, uniform)
 
-    def _weights(self, logits: torch.Tensor) -> torch.Tensor:
-        """exp((logits - max) / T) in fp32, [n, V padded to whole chunks with zeros]."""
+    def weights(self, logits: torch.Tensor) -> torch.Tensor:
+        """exp((logits - max) / T) in fp32, [n, V padded to whole chunks with zeros].
+
+        Valid until the next call.
+        """
         num_rows, vocab_size = logits.shape
         padded = -(-vocab_size // CHUNK) * CHUNK
         if (
@@ -77,7 +80,9 @@ class Sampler:
         weights = self._space[:num_rows]
         used = weights[:, :vocab_size]
         used.copy_(logits)
-        used.sub_(used.amax(dim=1, keepdim=True)).div_(self.sampling.temperature)
+        used.sub_(used.amax(dim=1, keepdim=True))
+        if self.sampling.temperature != 1:
+            used.div_(self.sampling.temperature)
         # Below e^-80 the results are denormal numbers, and a CPU takes ten times as long for each;
         # so raised, a whole vocabulary of them has a share of less than 1e-29.
         used.clamp_(min=MIN_EXPONENT).exp_()
@@ -110,22 +115,32 @@ def greedy(logits: torch.Tensor) -> torch.Tensor:
 
 
 def inverse_cdf(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
-    """The index in each row of ``weights`` [n, V] at the share ``uniform`` [n] of its sum.
+    """The index in each row of ``weights`` [n, V] at the share ``uniform`` of its sum.
 
     Weights need not be normalised; an index of weight 0 is never returned.
+
+    Args:
+        weights: [n, V].
+        uniform: [n], or [n, N] for N draws from each row.
+
+    Returns:
+        Indices in the shape of ``uniform``.
     """
     num_rows, width = weights.shape
+    num_draws = uniform[0].numel()
+    rows = torch.arange(num_rows, device=weights.device).repeat_interleave(num_draws)
+    share = uniform.flatten()
     if width <= CHUNK or width % CHUNK:
-        return _pick(weights, uniform * weights.sum(dim=1, dtype=torch.float64))[0]
+        target = share * weights.sum(dim=1, dtype=torch.float64)[rows]
+        return _pick(weights if num_draws == 1 else weights[rows], target)[0].view_as(uniform)
     chunks = weights.view(num_rows, -1, CHUNK)
     sums = chunks.sum(dim=2)
-    chunk, rest = _pick(sums, uniform * sums.sum(dim=1, dtype=torch.float64))
-    rows = torch.arange(num_rows, device=weights.device)
+    chunk, rest = _pick(sums[rows], share * sums.sum(dim=1, dtype=torch.float64)[rows])
     # The sum of a chunk is rounded; the share of it keeps the rest inside the chunk.
     share = rest / sums[rows, chunk]
     inside = chunks[rows, chunk]
     index, _ = _pick(inside, share * inside.sum(dim=1, dtype=torch.float64))
-    return chunk * CHUNK + index
+    return (chunk * CHUNK + index).view_as(uniform)
 
 
 def _pick(weights: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
