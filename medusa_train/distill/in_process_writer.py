@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -52,6 +51,12 @@ class InProcessWriter:
         """The most positions of prompt and answer together; None: no limit."""
         return self.engine.max_length
 
+    def stop(self) -> None:
+        """Nothing: no call runs in another thread."""
+
+    def stop(self) -> None:
+        """Nothing to do: one call runs at a time, in the thread that would call this."""
+
     def identity(self) -> dict[str, Any]:
         """What decides the answers: float results depend on the dtype and on the batch's shape."""
         return {
@@ -59,7 +64,6 @@ class InProcessWriter:
             "dtype": str(self.engine.model.dtype).removeprefix("torch."),
             "max_rows": self.engine.max_rows,
             "unit_size": self.unit_size,
-            "teacher": None if self.teacher is None else asdict(self.teacher),
         }
 
     def write(

@@ -180,5 +180,4 @@ def test_the_writer_is_the_engine_with_a_seed() -> None:
         "dtype": "float32",
         "max_rows": 3,
         "unit_size": 8,
-        "teacher": {"kind": "top", "num": 3},
     }
