@@ -10,7 +10,9 @@ import numpy as np
 import numpy.typing as npt
 
 from medusa_train.evaluate.accuracy import num_accepted, walked_rows
-from medusa_train.evaluate.drawing import (
+from medusa_train.evaluate.ranks import Ranks
+from medusa_train.evaluate.tables import counted, interval, number
+from medusa_train.page.drawing import (
     COLOURS,
     INK,
     MAX_LABELLED_HEADS,
@@ -21,8 +23,6 @@ from medusa_train.evaluate.drawing import (
     render,
     write_above,
 )
-from medusa_train.evaluate.ranks import Ranks
-from medusa_train.evaluate.tables import counted, interval, number
 from medusa_train.run_dir import read_json_lines
 
 if TYPE_CHECKING:

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from medusa_train.evaluate.drawing import Plot
 from medusa_train.evaluate.page import html_page
 from medusa_train.evaluate.plots import PLOT_NAMES, make_plots
 from medusa_train.evaluate.ranks import Ranks, write_ranks
 from medusa_train.evaluate.tables import accuracy_rows, chain_line, columns, text_lines
+from medusa_train.page.drawing import Plot
 from medusa_train.run_dir import atomic_path, write_json, write_text
 
 REPORT_FILE = "heads_accuracy.json"

@@ -1,4 +1,4 @@
-"""How the report's pictures are drawn: one style, one palette, PNG and SVG from one figure.
+"""How the pictures of reports are drawn: one style, one palette, PNG and SVG from one figure.
 
 matplotlib is imported where it draws, and through ``Figure`` alone: no windows, no state that
 stays. Text from outside (model names, facts) never gets into a picture, so its glyphs cannot be
