@@ -54,9 +54,6 @@ class InProcessWriter:
     def stop(self) -> None:
         """Nothing: no call runs in another thread."""
 
-    def stop(self) -> None:
-        """Nothing to do: one call runs at a time, in the thread that would call this."""
-
     def identity(self) -> dict[str, Any]:
         """What decides the answers: float results depend on the dtype and on the batch's shape."""
         return {
