@@ -94,9 +94,15 @@ def atomic_directory(path: Path) -> Iterator[Path]:
 
     A directory that was there is replaced; it is set aside first, since a rename cannot replace a
     directory that has files in it.
+
+    Raises:
+        MedusaTrainError: the directory cannot be made (no permission, a file in the way).
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
+    except OSError as error:
+        raise MedusaTrainError(f"{path}: cannot be written: {error.strerror}") from error
     try:
         yield temporary
         temporary.chmod(0o777 & ~_umask())

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import enum
 import json
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
 from medusa_train.cli.app import Json
+from medusa_train.cli.data_paths import Form, check_output, form_of, read_facts
 from medusa_train.errors import InputError, InputErrors
 
 if TYPE_CHECKING:
@@ -19,23 +20,6 @@ if TYPE_CHECKING:
     from medusa_train.data.convert import Form as PlainForm
     from medusa_train.data.report import Report
 
-
-class Form(enum.StrEnum):
-    """What ``convert`` writes."""
-
-    DATASET = "dataset"
-    SHAREGPT = "sharegpt"
-    MESSAGES = "messages"
-    TEXT = "text"
-    PARQUET = "parquet"
-
-
-_FORM_OF_SUFFIX = {
-    "": Form.DATASET,
-    ".json": Form.MESSAGES,
-    ".jsonl": Form.MESSAGES,
-    ".parquet": Form.PARQUET,
-}
 
 BaseModelOption = Annotated[
     str | None,
@@ -74,29 +58,48 @@ def inspect(
     num_samples: Annotated[
         int, typer.Option("--num-samples", min=0, help="Rows to show decoded.")
     ] = 2,
+    report_directory: Annotated[
+        Path | None,
+        typer.Option("--report", metavar="DIR", help="Write inspect.html and its pictures here."),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Say what is in data: rows and their fate, what is supervised, and the mask itself."""
     from medusa_train.cli.data_view import print_counts, print_fates, print_origin, print_samples
-    from medusa_train.data.conversations import is_dataset
-    from medusa_train.data.inspect import check_mask, inspect_rows
+    from medusa_train.data.inspect import check_mask, decoded_segments, end_of_turn, inspect_rows
     from medusa_train.data.sources import load_conversations_file
 
-    facts = _facts(data)
+    facts = read_facts(data)
+    name = base_model or facts.get("base_model")
     chat = _chat(
-        base_model or facts.get("base_model"),
-        gguf_file=gguf_file,
+        name,
+        gguf_file=gguf_file or facts.get("gguf_file"),
         chat_template=chat_template,
         chat_template_kwargs=chat_template_kwargs,
         data=data,
     )
-    if is_dataset(data):
-        rows, report = _dataset(data, max_length=max_length, strict=strict)
+    if facts:
+        rows, report = _dataset(data, chat, facts=facts, max_length=max_length, strict=strict)
     else:
         rows, report = load_conversations_file(
             data, chat, strict=strict, max_length=max_length, allow_empty=True
         )
     inspection = inspect_rows(rows, chat)
+    end = end_of_turn(inspection, chat)
+    samples = [(f"{r.source} {r.id}", decoded_segments(r, chat)) for r in rows[:num_samples]]
+    if report_directory is not None:
+        from medusa_train.data.inspect_page import write_inspection
+
+        write_inspection(
+            report_directory,
+            name=data.name or str(data),
+            report=report,
+            inspection=inspection,
+            end_of_turn=end,
+            manifest=facts,
+            samples=samples,
+            facts={"data": str(data), "tokenizer of": str(name)},
+        )
     if as_json:
         value = {"data": str(data), "rows": report.as_json(), "manifest": facts or None}
         typer.echo(json.dumps({**value, **inspection.as_json()}, ensure_ascii=False))
@@ -104,9 +107,9 @@ def inspect(
         if facts:
             print_origin(facts)
         print_fates(report)
-        print_counts(inspection, chat)
-        print_samples(rows[:num_samples], chat)
-    check_mask(inspection, rows, where=str(data))
+        print_counts(inspection, end_of_turn=end)
+        print_samples(samples)
+    check_mask(inspection, rows, where=str(data), why=report.summary())
 
 
 def convert(
@@ -124,29 +127,31 @@ def convert(
     chat_template_kwargs: KwargsOption = "{}",
     max_length: MaxLengthOption = None,
     strict: StrictOption = False,
+    as_json: Json = False,
 ) -> None:
-    """Turn ShareGPT, messages, text or Parquet files into a data set, or into each other."""
-    form = to or _FORM_OF_SUFFIX.get(out.suffix.lower())
-    if form is None:
-        raise InputError(f"{out}: unknown kind of file {out.suffix!r}; say what it is with --to")
-    if out.exists():
-        raise InputError(f"{out}: is already there; remove it, or give another name")
-    facts = _facts(source)
-    name = base_model or facts.get("base_model")
+    """Turn ShareGPT, messages, Alpaca, text or Parquet files into a data set, or into each other.
+
+    A data set becomes a file of any of these forms again. Nothing that exists is replaced.
+    """
+    form = form_of(out, to)
+    facts = read_facts(source)
+    check_output(out, source)
     options: dict[str, Any] = {
-        "gguf_file": gguf_file,
+        "gguf_file": gguf_file or facts.get("gguf_file"),
         "chat_template": chat_template,
         "chat_template_kwargs": chat_template_kwargs,
         "data": source,
     }
+    name = base_model or facts.get("base_model")
     report: Report | None
     if form is Form.DATASET:
         if facts:
             raise InputError(f"{source}: is a data set already; copy the directory")
-        report = _to_dataset(
+        chat = _chat(name, **options)
+        count, report = _to_dataset(
             source,
             out,
-            _chat(name, **options),
+            chat,
             name=name or "",
             gguf_file=gguf_file,
             max_length=max_length,
@@ -155,11 +160,21 @@ def convert(
     else:
         if max_length is not None:
             raise InputError("--max-length: only a data set has token ids to cut")
-        report = _to_file(source, out, form=form, name=name, options=options, strict=strict)
+        plain = cast("PlainForm", form.value)
+        if facts:
+            count, report = _dataset_to_file(source, out, form=plain, name=name, options=options)
+        else:
+            count, report = _file_to_file(source, out, form=plain, strict=strict)
+    if as_json:
+        rows = None if report is None else report.as_json()
+        value = {"in": str(source), "out": str(out), "form": form.value, "num_rows": count}
+        typer.echo(json.dumps({**value, "rows": rows}, ensure_ascii=False))
+        return
     if report is not None:
         from medusa_train.cli.data_view import print_fates
 
         print_fates(report)
+    typer.echo(f"{out}: {count} {'row' if count == 1 else 'rows'} ({form.value})")
 
 
 def _to_dataset(
@@ -171,7 +186,7 @@ def _to_dataset(
     gguf_file: str | None,
     max_length: int | None,
     strict: bool,
-) -> Report:
+) -> tuple[int, Report]:
     from medusa_train.base_model.fingerprint import base_fingerprint
     from medusa_train.data.conversations import write_dataset
     from medusa_train.data.convert import import_manifest
@@ -181,59 +196,65 @@ def _to_dataset(
     rows, report = load_conversations_file(source, chat, strict=strict, max_length=max_length)
     manifest = {
         "base_model": name,
+        "gguf_file": gguf_file,
         "base_fingerprint": base_fingerprint(name, gguf_file=gguf_file),
         "source": source.name,
         **import_manifest(rows, report, chat),
     }
     with atomic_directory(out) as temporary:
-        write_dataset(temporary, rows, manifest=manifest)
-    return report
+        count = write_dataset(temporary, rows, manifest=manifest)
+    return count, report
 
 
-def _to_file(
-    source: Path,
-    out: Path,
-    *,
-    form: Form,
-    name: str | None,
-    options: dict[str, Any],
-    strict: bool,
-) -> Report | None:
-    from medusa_train.data.conversations import is_dataset, read_conversations
-    from medusa_train.data.convert import dataset_rows, file_rows, write_plain
+def _dataset_to_file(
+    source: Path, out: Path, *, form: PlainForm, name: str | None, options: dict[str, Any]
+) -> tuple[int, None]:
+    from medusa_train.data.conversations import read_conversations
+    from medusa_train.data.convert import dataset_rows, write_plain
+
+    rows = read_conversations(source)
+    needs_tokenizer = any(not row.messages for row in rows)
+    chat = _chat(name, **options) if needs_tokenizer else None
+    count = write_plain(out, dataset_rows(rows, chat), form=form, source=source)
+    return count, None
+
+
+def _file_to_file(source: Path, out: Path, *, form: PlainForm, strict: bool) -> tuple[int, Report]:
+    from medusa_train.data.convert import file_rows, write_plain
     from medusa_train.data.report import Tally
 
-    if is_dataset(source):
-        rows = read_conversations(source)
-        needs_tokenizer = any(not row.messages for row in rows)
-        chat = _chat(name, **options) if needs_tokenizer else None
-        write_plain(out, dataset_rows(rows, chat), form=cast("PlainForm", form.value))
-        return None
     tally = Tally()
     if strict:
         for _ in file_rows(source, tally):
             pass
         tally.refuse_changes()
         tally = Tally()
-    write_plain(out, file_rows(source, tally), form=cast("PlainForm", form.value))
-    return tally.report()
-
-
-def _facts(data: Path) -> dict[str, Any]:
-    from medusa_train.data.conversations import is_dataset, read_manifest
-
-    return read_manifest(data) if is_dataset(data) else {}
+    rows = file_rows(source, tally)
+    count = write_plain(out, rows, form=form, source=source, why=lambda: tally.report().summary())
+    return count, tally.report()
 
 
 def _dataset(
-    data: Path, *, max_length: int | None, strict: bool
+    data: Path,
+    chat: ChatTokenizer,
+    *,
+    facts: Mapping[str, Any],
+    max_length: int | None,
+    strict: bool,
 ) -> tuple[list[Conversation], Report]:
-    from medusa_train.data.conversations import read_conversations
+    from medusa_train.console import warn
+    from medusa_train.data.conversations import (
+        CONVERSATIONS_FILE,
+        check_token_ids,
+        read_conversations,
+    )
     from medusa_train.data.sources import truncate_rows
 
-    rows, report = truncate_rows(
-        read_conversations(data), max_length=max_length or sys.maxsize, directory=data
-    )
+    if facts.get("tokenizer_hash") not in {None, chat.tokenizer_hash}:
+        warn(f"{data}: made with another tokenizer; what is decoded may not be what was written")
+    all_rows = read_conversations(data)
+    check_token_ids(all_rows, vocab_size=chat.vocab_size, path=data / CONVERSATIONS_FILE)
+    rows, report = truncate_rows(all_rows, max_length=max_length or sys.maxsize, directory=data)
     if strict and report.num_dropped:
         raise InputErrors(report.location_lines())
     return rows, report

@@ -6,27 +6,30 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
+from rich.table import Table
 from rich.text import Text
 
 from medusa_train.console import make_table
+from medusa_train.data.inspect_tables import count_rows, fate_rows, origin_rows, quantiles_phrase
 
 if TYPE_CHECKING:
-    from medusa_train.data.chat import ChatTokenizer
-    from medusa_train.data.conversations import Conversation
     from medusa_train.data.inspect import Inspection
+    from medusa_train.data.inspect_page import Segments
+    from medusa_train.data.lengths import Lengths
     from medusa_train.data.report import Report
 
 # Marks of supervised text where there are no colours.
 OPEN, CLOSE = "⟦", "⟧"
 # Columns of a table in a file or a pipe: enough for the longest reason.
 FILE_WIDTH = 200
+# Columns of the longest bar: a histogram fits 80.
+BAR_WIDTH = 40
 
 
 def print_fates(report: Report) -> None:
     """The fate of every row, where the first of each kind are, and what else was met."""
     console = _console()
-    rows = [(f"{fate}: {text}" if text else fate, count) for fate, text, count in report.rows()]
-    console.print(make_table("rows", ("fate", "rows"), rows))
+    console.print(make_table("rows", ("fate", "rows"), fate_rows(report)))
     for line in report.location_lines():
         console.print(line, markup=False)
     for kind, count in report.notes.items():
@@ -35,63 +38,47 @@ def print_fates(report: Report) -> None:
 
 def print_origin(manifest: Mapping[str, Any]) -> None:
     """The fates of the rows or prompts that a data set was made from, as its manifest has them."""
-    kept = manifest["num_conversations"]
-    dropped = dict(manifest.get("num_dropped") or {})
-    if "rows" in manifest:
-        fates = manifest["rows"]
-        repaired = {text: reason["count"] for text, reason in fates["repaired"].items()}
-        dropped = {text: reason["count"] for text, reason in fates["dropped"].items()}
-        kept = fates["num_kept"]
-    else:
-        repaired = {}
-    rows = [
-        ("kept", kept),
-        *((f"repaired: {text}", count) for text, count in repaired.items()),
-        *((f"dropped: {text}", count) for text, count in dropped.items()),
-    ]
-    total = ("all", sum(count for _, count in rows))
-    _console().print(make_table("made from", ("fate", "rows"), [*rows, total]))
+    _console().print(make_table("made from", ("fate", "rows"), origin_rows(manifest)))
 
 
-def print_counts(inspection: Inspection, chat: ChatTokenizer) -> None:
-    """What the rows hold."""
-    found = inspection
-    end = "none" if found.end_of_turn_id is None else repr(_token(chat, found.end_of_turn_id))
-    rows: list[tuple[str, object]] = [
-        ("conversations", found.num_conversations),
-        ("tokens", found.num_tokens),
-        ("tokens of the longest", found.longest),
-        ("supervised tokens", found.num_supervised_tokens),
-        ("supervised share", f"{found.supervised_share:.1%}"),
-        ("answers", found.num_spans),
-        (f"answers with an end of turn ({end})", found.num_with_end_of_turn),
-        ("answers without one", found.num_spans - found.num_with_end_of_turn),
-        *((f"answers that end by {why}", count) for why, count in found.finish_reasons.items()),
-        ("rows with two BOS", found.num_double_bos),
-        ("rows tokenised again from text", found.num_retokenised),
-        *((f"rows from {source}", count) for source, count in found.sources.items()),
-    ]
-    _console().print(make_table("tokens and mask", ("", "count"), rows))
-
-
-def print_samples(rows: Sequence[Conversation], chat: ChatTokenizer) -> None:
-    """Rows decoded, with the supervised text in colour and between marks."""
-    from medusa_train.data.inspect import decoded_segments
-
+def print_counts(inspection: Inspection, *, end_of_turn: str | None) -> None:
+    """What the rows hold, and how long they and their answers are."""
     console = _console()
-    for row in rows:
-        console.print(f"\n{row.source} {row.id}, supervised in {OPEN}{CLOSE}:", markup=False)
+    rows = count_rows(inspection, end_of_turn=end_of_turn)
+    console.print(make_table("tokens and mask", ("", "count"), rows))
+    kinds = (("row", inspection.row_lengths), ("answer", inspection.answer_lengths))
+    for what, lengths in kinds:
+        if lengths.num:
+            console.print(_histogram(what, lengths))
+
+
+def _histogram(what: str, lengths: Lengths) -> Table:
+    """Bars for lengths; the numbers are there too, for where no bars can be drawn."""
+    result = Table(
+        title=f"tokens per {what}: {quantiles_phrase(lengths)}", title_justify="left", box=None
+    )
+    result.add_column("tokens", justify="right", no_wrap=True)
+    result.add_column(f"{what}s", justify="right", no_wrap=True)
+    result.add_column("", no_wrap=True)
+    most = max(b.count for b in lengths.bins)
+    for b in lengths.bins:
+        size = round(BAR_WIDTH * b.count / most)
+        result.add_row(b.label, str(b.count), "█" * max(size, 1) if b.count else "")
+    return result
+
+
+def print_samples(samples: Sequence[tuple[str, Segments]]) -> None:
+    """Rows decoded, each with its name, the supervised text in colour and between marks."""
+    console = _console()
+    for name, segments in samples:
+        console.print(f"\n{name}, supervised in {OPEN}{CLOSE}:", markup=False)
         text = Text()
-        for piece, is_supervised in decoded_segments(row, chat):
+        for piece, is_supervised in segments:
             if is_supervised:
                 text.append(f"{OPEN}{piece}{CLOSE}", style="bold green")
             else:
                 text.append(piece, style="dim")
         console.print(text)
-
-
-def _token(chat: ChatTokenizer, token_id: int) -> str:
-    return str(chat.tokenizer.convert_ids_to_tokens(token_id))
 
 
 def _console() -> Console:

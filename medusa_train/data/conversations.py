@@ -225,17 +225,18 @@ def truncate(conversation: Conversation, max_length: int) -> Conversation | None
 def split_of(conversation: Conversation, *, eval_fraction: float) -> Literal["train", "eval"]:
     """The side of a row, by a hash of its normalised first user turn (of plain text: of its ids).
 
-    So all answers to one prompt are on one side. Normalised: Unicode NFKC, case folded, white
-    space collapsed.
+    So all answers to one prompt are on one side.
     """
     user = next((m.get("content") for m in conversation.messages if m.get("role") == "user"), None)
-    if user is None:
-        key = " ".join(map(str, conversation.input_ids))
-    else:
-        key = " ".join(unicodedata.normalize("NFKC", str(user)).casefold().split())
+    key = " ".join(map(str, conversation.input_ids)) if user is None else normalised_text(str(user))
     digest = hashlib.sha256(key.encode()).digest()
     position = int.from_bytes(digest[:8], "big") / 2**64
     return "eval" if position < eval_fraction else "train"
+
+
+def normalised_text(text: str) -> str:
+    """What is the same prompt: Unicode NFKC, case folded, white space collapsed."""
+    return " ".join(unicodedata.normalize("NFKC", text).casefold().split())
 
 
 def share_ids(ids: Sequence[int], shared: dict[int, int]) -> tuple[int, ...]:

@@ -79,15 +79,30 @@ def file_rows(path: Path, tally: Tally) -> Iterator[dict[str, Any]]:
             yield {"messages": list(turns.messages), **tools}
 
 
-def write_plain(path: Path, rows: Iterable[Mapping[str, Any]], *, form: Form) -> int:
-    """Write plain rows in one of the forms, atomically.
+def write_plain(
+    path: Path,
+    rows: Iterable[Mapping[str, Any]],
+    *,
+    form: Form,
+    source: Path,
+    why: Callable[[], str] = str,
+) -> int:
+    """Write plain rows in one of the forms, atomically; a ``.json`` file is one array.
+
+    Args:
+        path: the file.
+        rows: what to write.
+        form: how.
+        source: where the rows come from, for messages.
+        why: called where there are no rows; says what became of them.
 
     Returns:
         The number of rows.
 
     Raises:
-        InputError: a chat in the form ``text``.
+        InputError: a chat in the form ``text``; no rows.
     """
+    rows = _at_least_one(rows, source, why)
     if form == "parquet":
         return _write_parquet(path, rows)
     shape: Callable[[Mapping[str, Any]], Mapping[str, Any]] = {
@@ -95,15 +110,30 @@ def write_plain(path: Path, rows: Iterable[Mapping[str, Any]], *, form: Form) ->
         "messages": lambda row: row,
         "text": _as_text,
     }[form]
+    is_array = path.suffix.lower() == ".json"
+    start, between, end = ("[\n", ",\n", "\n]\n") if is_array else ("", "\n", "\n")
     count = 0
     with (
         atomic_path(path) as temporary,
         temporary.open("w", encoding="utf-8", newline="\n") as file,
     ):
         for row in rows:
-            file.write(json.dumps(shape(row), ensure_ascii=False) + "\n")
+            line = json.dumps(shape(row), ensure_ascii=False)
+            file.write(f"{between if count else start}{line}")
             count += 1
+        file.write(end)
     return count
+
+
+def _at_least_one(
+    rows: Iterable[Mapping[str, Any]], source: Path, why: Callable[[], str]
+) -> Iterator[Mapping[str, Any]]:
+    is_empty = True
+    for row in rows:
+        is_empty = False
+        yield row
+    if is_empty:
+        raise InputError(f"{source}: no rows to write: {why() or 'there are no rows'}")
 
 
 def _as_sharegpt(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -163,16 +193,21 @@ def _batches(rows: Iterable[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
 
 def _as_columns(row: Mapping[str, Any]) -> dict[str, Any]:
     messages = [
-        {**message, "tool_calls": _json_or_none(message.get("tool_calls"))}
+        {
+            key: value if key in {"role", "content"} else _text_or_none(value)
+            for key, value in message.items()
+        }
         for message in row.get("messages", [])
     ]
     return {
         "id": row.get("id"),
         "messages": messages or None,
-        "tools": _json_or_none(row.get("tools")),
+        "tools": _text_or_none(row.get("tools")),
         "text": row.get("text"),
     }
 
 
-def _json_or_none(value: Any) -> str | None:
-    return json.dumps(value, ensure_ascii=False) if value else None
+def _text_or_none(value: Any) -> str | None:
+    if isinstance(value, str) or not value:
+        return value or None
+    return json.dumps(value, ensure_ascii=False, default=str)

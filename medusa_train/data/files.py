@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -74,7 +75,7 @@ def _line_rows(path: Path) -> Iterator[RawRow]:
             location = f"{path}:{number}"
             try:
                 yield RawRow(location, json.loads(content.decode("utf-8")))
-            except ValueError:  # also what a wrong encoding raises
+            except (ValueError, RecursionError):  # also a wrong encoding, and brackets without end
                 yield RawRow(location, None, "not valid JSON in UTF-8")
 
 
@@ -84,14 +85,15 @@ def _json_rows(path: Path) -> Iterator[RawRow]:
         yield from _line_rows(path)
         return
     text = _decoded(path, path.read_bytes())
+    if not text.strip():
+        return
     start = len(text) - len(text.lstrip())
     if text[start : start + 1] == "[":
         yield from _array_rows(path, text, start + 1)
         return
-    try:
-        yield RawRow(f"{path}:1", json.loads(text))
-    except json.JSONDecodeError as error:
-        raise InputError(f"{path}:{error.lineno}: not valid JSON: {error.msg}") from error
+    with _json_errors(path):
+        value = json.loads(text)
+    yield RawRow(f"{path}:1", value)
 
 
 def _is_json_lines(path: Path) -> bool:
@@ -103,7 +105,7 @@ def _is_json_lines(path: Path) -> bool:
                 continue
             try:
                 return isinstance(json.loads(content), dict)
-            except ValueError:
+            except (ValueError, RecursionError):
                 return False
     return False
 
@@ -113,7 +115,7 @@ def _array_rows(path: Path, text: str, position: int) -> Iterator[RawRow]:
     decoder = json.JSONDecoder()
     line, counted = 1, 0
     needs_comma = False
-    try:
+    with _json_errors(path):
         while True:
             position = _skip_space(text, position)
             if text[position : position + 1] == "]":
@@ -130,8 +132,19 @@ def _array_rows(path: Path, text: str, position: int) -> Iterator[RawRow]:
         rest = _skip_space(text, position + 1)
         if rest != len(text):
             raise json.JSONDecodeError("text after the array", text, rest)
+
+
+@contextmanager
+def _json_errors(path: Path) -> Iterator[None]:
+    """What is wrong with a whole file of JSON, as an error of the input."""
+    try:
+        yield
     except json.JSONDecodeError as error:
         raise InputError(f"{path}:{error.lineno}: not valid JSON: {error.msg}") from error
+    except ValueError as error:  # a number of thousands of digits
+        raise InputError(f"{path}: not valid JSON: {error}") from error
+    except RecursionError as error:
+        raise InputError(f"{path}: not valid JSON: nested too deeply") from error
 
 
 def _skip_space(text: str, position: int) -> int:

@@ -72,6 +72,8 @@ class Report:
 
     def summary(self) -> str:
         """The reasons for dropped rows in one line, for an error message."""
+        if not self.num_rows:
+            return "there are no rows"
         if not self.dropped:
             return ""
         reasons = ", ".join(f"{text}: {reason.count}" for text, reason in self.dropped.items())

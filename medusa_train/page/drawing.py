@@ -25,6 +25,7 @@ INK = "#1b1f24"
 SIZE = (5.6, 3.4)
 DPI = 200
 MAX_LABELLED_HEADS = 8
+MAX_LABELLED_BARS = 13
 HEIGHT_OF_LABELS = 0.07
 STYLE: dict[Any, Any] = {
     "axes.edgecolor": INK,

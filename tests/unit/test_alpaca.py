@@ -6,7 +6,8 @@ import json
 
 import pytest
 
-from medusa_train.data.sources import load_conversations_file, load_prompts_file
+from medusa_train.data.report import Tally
+from medusa_train.data.sources import load_conversations_file, usable_turns
 from medusa_train.data.turns import RowRefusedError, read_turns
 from tests.tokenizers_for_tests import make_chat
 
@@ -88,6 +89,7 @@ def test_a_file_of_rows_and_as_prompts(tmp_path):
     [(start, end)] = row.assistant_spans
     assert chat.tokenizer.decode(row.input_ids[start:end]) == "Teal.<|im_end|>"
     assert report.dropped["no assistant turn"].count == 1
-    prompts, report = load_prompts_file(path)
+    tally = Tally()
+    prompts = [list(turns.messages) for turns in usable_turns(path, tally, is_prompts=True)]
     assert prompts == [[NAME], [{"role": "user", "content": "Name a metal."}]]
-    assert (report.num_kept, report.num_dropped) == (2, 0)
+    assert (tally.report().num_kept, tally.report().num_dropped) == (2, 0)
