@@ -202,5 +202,5 @@ def test_broken_unicode_and_wrong_thresholds() -> None:
 
 
 def test_bands_follow_the_threshold() -> None:
-    assert [num_bands(threshold) for threshold in (0.5, 0.8, 0.95, 1.0)] == [64, 16, 8, 1]
+    assert [num_bands(threshold) for threshold in (0.5, 0.8, 0.95, 1.0)] == [32, 16, 8, 1]
     assert num_bands(0.01) == 128
