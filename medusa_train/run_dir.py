@@ -12,7 +12,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -126,6 +126,12 @@ def write_text(path: Path, text: str) -> None:
 def write_json(path: Path, value: Any) -> None:
     """Write ``value`` to ``path`` atomically as indented JSON."""
     write_text(path, json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+
+
+def write_json_lines(path: Path, values: Iterable[Any]) -> None:
+    """Write each of ``values`` on a line of ``path``, atomically."""
+    text = "".join(json.dumps(value, ensure_ascii=False) + "\n" for value in values)
+    write_text(path, text)
 
 
 def read_json(path: Path) -> Any:

@@ -9,12 +9,18 @@ import shutil
 from collections.abc import Callable, Mapping
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from medusa_train.base_model.fingerprint import base_fingerprint
-from medusa_train.base_model.load import BaseModel, load_base_model
+from medusa_train.base_model.load import (
+    BaseModel,
+    load_base_model,
+    load_max_length,
+    load_stop_ids,
+    load_tokenizer,
+)
 from medusa_train.console import format_seconds, log, warn
 from medusa_train.data.chat import ChatTokenizer
 from medusa_train.data.conversations import (
@@ -31,14 +37,18 @@ from medusa_train.data.conversations import (
 )
 from medusa_train.data.convert import import_manifest
 from medusa_train.data.sources import load_conversations_file, truncate_rows
-from medusa_train.distill.run import run_distill
-from medusa_train.distill.settings import DistillSettings
+from medusa_train.distill.in_process_writer import InProcessWriter
+from medusa_train.distill.run import Shard, run_distill
+from medusa_train.distill.server import ServerWriter
+from medusa_train.distill.settings import DistillSettings, PromptSource
+from medusa_train.distill.writer import Teacher
 from medusa_train.errors import InputError
 from medusa_train.evaluate.heads_accuracy import evaluate_heads
 from medusa_train.heads.checkpoint import SPEC_FILE, heads_fingerprint, save_heads
 from medusa_train.hidden_states.cache import MANIFEST_FILE as CACHE_MANIFEST
 from medusa_train.hidden_states.cache import build_cache
 from medusa_train.recipe.load import LoadedDistillConfig, LoadedRecipe
+from medusa_train.recipe.schema import BaseModelSection, DistillSection
 from medusa_train.run_dir import (
     RunDir,
     atomic_directory,
@@ -49,6 +59,11 @@ from medusa_train.run_dir import (
 )
 from medusa_train.train.build import CacheLocation, TrainingData, build_trainer
 from medusa_train.train.trainer import last_checkpoint
+
+# Keys of a recipe's data.distill that are the writer's and not the generation's.
+_WRITERS_KEYS = frozenset(
+    {"batch_size", "block_size", "teacher_top_n", "teacher_samples", "server"}
+)
 
 STAGES = ("data", "distill", "hidden-states", "train", "accuracy")
 """Every stage, in order. ``data`` reads a file, ``distill`` writes the data; a run has one."""
@@ -73,8 +88,7 @@ class Workspace:
     @cached_property
     def base(self) -> BaseModel:
         """The base model, loaded and checked."""
-        log(f"loading {self.recipe.base_model.name_or_path}")
-        return load_base_model(**self.recipe.base_model.model_dump())
+        return _load(self.recipe.base_model)
 
     @cached_property
     def chat(self) -> ChatTokenizer:
@@ -189,9 +203,14 @@ def fingerprint_of(stage: str, workspace: Workspace) -> str | None:
         case "distill":
             section = recipe.data.distill
             assert section is not None
-            prompts = None if section.prompts is None else file_fingerprint(Path(section.prompts))
-            settings = section.model_dump(exclude={"prompts"})
-            return fingerprint([loading, chat, settings, prompts])
+            paths = [section.prompts, *(s.path for s in section.sources if s.source == "file")]
+            files = [file_fingerprint(Path(path)) for path in paths if path is not None]
+            settings = section.model_dump(exclude={"prompts", "sources", "server"})
+            sources = [source.model_dump(exclude={"path"}) for source in section.sources]
+            names = [s.path for s in section.sources if s.source == "dataset"]
+            return fingerprint(
+                [loading, chat, settings, sources, names, files, section.server is not None]
+            )
     data = workspace.data_fingerprint
     if data is None:
         return None
@@ -239,12 +258,16 @@ def _import_data(workspace: Workspace) -> Mapping[str, Any]:
 
 
 def _distill(workspace: Workspace) -> Mapping[str, Any]:
-    section = workspace.recipe.data.distill
+    recipe = workspace.recipe
+    section = recipe.data.distill
     assert section is not None
-    manifest = run_distill(
-        workspace.base,
-        workspace.chat,
-        settings=DistillSettings(**section.model_dump()),
+    manifest = _generate(
+        recipe.base_model,
+        section,
+        # A run needs its base model for what follows, so it is loaded once and shared.
+        base=workspace.base if section.server is None else None,
+        template=workspace.loaded.chat_template(),
+        kwargs=recipe.data.chat_template_kwargs,
         output=workspace.run.data,
     )
     return {"num_conversations": manifest["num_conversations"]}
@@ -259,19 +282,104 @@ def _chat(base: BaseModel, template: str | None, kwargs: Mapping[str, Any]) -> C
     )
 
 
-def generate_dataset(loaded: LoadedDistillConfig, *, output: Path) -> dict[str, Any]:
+def generate_dataset(
+    loaded: LoadedDistillConfig, *, output: Path, shard: tuple[int, int] | None = None
+) -> dict[str, Any]:
     """Generate a data set apart from any run: what ``medusa-distill generate`` does.
 
+    Args:
+        loaded: what to generate.
+        output: directory of the data set.
+        shard: (i, n): do part i of n.
+
     Returns:
-        The data set's manifest.
+        The data set's manifest; of a shard, what it is part of.
     """
     config = loaded.config
     check_writable(output)
-    log(f"loading {config.base_model.name_or_path}")
-    base = load_base_model(**config.base_model.model_dump())
-    chat = _chat(base, loaded.chat_template(), config.data.chat_template_kwargs)
-    settings = DistillSettings(**config.data.distill.model_dump())
-    return run_distill(base, chat, settings=settings, output=output)
+    return _generate(
+        config.base_model,
+        config.data.distill,
+        base=None,
+        template=loaded.chat_template(),
+        kwargs=config.data.chat_template_kwargs,
+        output=output,
+        shard=None if shard is None else Shard(*shard),
+    )
+
+
+def _generate(
+    base_model: BaseModelSection,
+    section: DistillSection,
+    *,
+    base: BaseModel | None,
+    template: str | None,
+    kwargs: Mapping[str, Any],
+    output: Path,
+    shard: Shard | None = None,
+) -> dict[str, Any]:
+    """Generate in process with ``base`` (loaded if it is None), or with servers, without it."""
+    shared: dict[str, Any] = {"settings": _settings(section), "output": output, "shard": shard}
+    if section.server is None:
+        base = _load(base_model) if base is None else base
+        writer = InProcessWriter(
+            base.model,
+            vocab_size=base.num_tokens,
+            max_rows=section.batch_size,
+            unit_size=section.block_size,
+            teacher=_teacher(section),
+        )
+        return run_distill(
+            writer,
+            _chat(base, template, kwargs),
+            base_model=base.name_or_path,
+            base_fingerprint=base.fingerprint,
+            **shared,
+        )
+    place = {"gguf_file": base_model.gguf_file, "revision": base_model.revision}
+    name = base_model.name_or_path
+    tokenizer = load_tokenizer(name, trust_remote_code=base_model.trust_remote_code, **place)
+    chat = ChatTokenizer(
+        tokenizer,
+        stop_ids=load_stop_ids(name, tokenizer=tokenizer, revision=base_model.revision),
+        chat_template=template,
+        chat_template_kwargs=kwargs,
+    )
+    options = section.server.model_dump(exclude={"max_failed"})
+    max_length = load_max_length(name, revision=base_model.revision)
+    with ServerWriter(
+        chat=chat, teacher=_teacher(section), max_length=max_length, **options
+    ) as servers:
+        return run_distill(
+            servers,
+            chat,
+            base_model=name,
+            base_fingerprint=base_fingerprint(name, **place),
+            max_failed=section.server.max_failed,
+            **shared,
+        )
+
+
+def _load(section: BaseModelSection) -> BaseModel:
+    log(f"loading {section.name_or_path}")
+    return load_base_model(**section.model_dump())
+
+
+def _settings(section: DistillSection) -> DistillSettings:
+    """The recipe's section without what the writer alone needs."""
+    sources = tuple(PromptSource(**source.model_dump()) for source in section.sources)
+    if not sources:
+        kind: Literal["model", "file"] = "model" if section.prompts is None else "file"
+        sources = (PromptSource(kind, section.prompts),)
+    values = section.model_dump(exclude={"prompts", *_WRITERS_KEYS})
+    languages = tuple(section.languages)
+    return DistillSettings(**{**values, "sources": sources, "languages": languages})
+
+
+def _teacher(section: DistillSection) -> Teacher | None:
+    if section.teacher_top_n is not None:
+        return Teacher("top", section.teacher_top_n)
+    return None if section.teacher_samples is None else Teacher("samples", section.teacher_samples)
 
 
 def _hidden_states(workspace: Workspace) -> Mapping[str, Any]:

@@ -26,8 +26,8 @@ from medusa_train.base_model.load import BaseModel, load_base_model
 from medusa_train.console import log, make_table, stderr
 from medusa_train.data.chat import ChatTokenizer
 from medusa_train.distill.in_process import InProcessEngine
-from medusa_train.distill.prompts import write_prompts
 from medusa_train.distill.settings import DistillSettings
+from medusa_train.distill.user_turns import UserTurns
 from medusa_train.distill.writer import Stopping
 
 STATIC_ROWS = (16, 32, 64, 128)
@@ -64,23 +64,27 @@ class Bench:
         self.prompts = self._draw_prompts(base)
 
     def _draw_prompts(self, base: BaseModel) -> list[tuple[int, ...]]:
+        """User turns that the model writes itself, rendered as prompts."""
         prompts: list[tuple[int, ...]] = []
         engine = InProcessEngine(base.model, vocab_size=self.chat.vocab_size, max_rows=128)
         settings = DistillSettings(max_prompt_tokens=128)
+        turns = UserTurns(self.chat, settings)
+        header = turns.header([])
         generator = torch.Generator().manual_seed(self.options.seed)
         while len(prompts) < self.options.prompts:
-            drawn = write_prompts(
-                engine,
-                self.chat,
-                settings=settings,
-                first_index=0,
-                count=128,
+            answers = engine.generate(
+                [header] * 128,
+                sampling=settings.prompt_sampling,
+                stopping=turns.stopping(len(header)),
                 generator=generator,
-                on_step=lambda _: None,
             )
-            if not drawn.prompts:
-                sys.exit(f"{self.options.model}: writes no usable prompts: {dict(drawn.dropped)}")
-            prompts += [prompt.input_ids for prompt in drawn.prompts]
+            read = [turns.read(answer) for answer in answers]
+            texts = [text for text, fault in read if fault is None]
+            if not texts:
+                sys.exit(f"{self.options.model}: writes no usable prompts")
+            for text in texts:
+                ids = self.chat.encode_prompt([{"role": "user", "content": text}])
+                prompts.append(tuple(ids))
         return prompts[: self.options.prompts]
 
     def ours(self, dtype: str, *, rows: int, prompts: Sequence[Sequence[int]]) -> Result:

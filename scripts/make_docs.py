@@ -30,10 +30,11 @@ prints every mistake in it with its line; `medusa-train run FILE` runs it.
 
 - Unknown keys, keys that are there twice, and values of another type are errors.
 - `1e-4` is a number; `yes`, `no`, `on`, `off` and `1:30` are text; `012` is an error.
-- A relative path of `data.path`, `data.chat_template` or `data.distill.prompts` is looked up in the
-  working directory, then beside the recipe.
+- A relative path of `data.path`, `data.chat_template`, `data.distill.prompts` or a source of
+  prompts is looked up in the working directory, then beside the recipe.
 - `--set KEY=VALUE` sets any key, and VALUE is read like a value in the file:
-  `--set heads.num_heads=3`, `--set data.distill=null`, `--set 'train.trainer={max_steps: 100}'`.
+  `--set heads.num_heads=3`, `--set data.distill=null`, `--set 'train.trainer={max_steps: 100}'`,
+  `--set data.distill.sources.0.weight=2` (items of a list count from 0).
 - `runs/NAME/recipe.resolved.yaml` is the recipe of a run with every default written out.
 """
 
@@ -93,9 +94,14 @@ def _table(model: type[BaseModel]) -> str:
 
 def _section_of(field: FieldInfo) -> type[BaseModel] | None:
     for option in (field.annotation, *get_args(field.annotation)):
-        if isinstance(option, type) and issubclass(option, BaseModel):
-            return option
+        if _is_section(option):
+            section: type[BaseModel] = option
+            return section
     return None
+
+
+def _is_section(option: Any) -> bool:
+    return isinstance(option, type) and issubclass(option, BaseModel)
 
 
 def _value(field: FieldInfo) -> str:
@@ -119,6 +125,10 @@ def _type_name(option: Any) -> str:
         return "null"
     if choices := [arg for arg in get_args(option) if isinstance(arg, str)]:
         return ", ".join(f"`{choice}`" for choice in choices)
+    if base is list:
+        [item] = get_args(option)
+        origin = getattr(item, "__origin__", item)
+        return "list of sections" if _is_section(origin) else f"list of {_type_name(item)}s"
     names = {bool: "true, false", int: "whole number", float: "number", str: "text"}
     return names.get(base, "section")
 
@@ -140,7 +150,8 @@ def _limit(limit: Any) -> str | None:
 
 def _default(field: FieldInfo) -> str:
     if field.default is PydanticUndefined:
-        return "required" if field.default_factory is None else "`{}`"
+        empty = {None: "required", dict: "`{}`", list: "`[]`"}
+        return empty[field.default_factory]
     if isinstance(field.default, BaseModel):
         return "see below"
     if field.default is None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
     GenerationConfig,
@@ -155,6 +156,17 @@ def load_stop_ids(
         # A model need not ship one (a GGUF file never does); the tokenizer's end then stands alone.
         config = None
     return tuple(_stop_ids(config, tokenizer))
+
+
+def load_max_length(name_or_path: str, *, revision: str | None = None) -> int | None:
+    """The positions that the model has, without loading its weights; None where it names none."""
+    try:
+        config = AutoConfig.from_pretrained(name_or_path, revision=revision or "main")
+    except (OSError, ValueError):
+        # A GGUF file keeps its configuration inside; a server refuses what is too long by itself.
+        return None
+    length = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
+    return length if isinstance(length, int) else None
 
 
 def default_device() -> torch.device:

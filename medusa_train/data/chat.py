@@ -114,6 +114,20 @@ class ChatTokenizer:
         prepared = self.template.prepare(messages)
         return self._tokenise([self.template.render(prepared, prompt=True, tools=tools)])[0]
 
+    def render_prompt(self, messages: Sequence[Mapping[str, Any]]) -> tuple[list[int], str]:
+        """:meth:`encode_prompt`, and the text that the ids are of.
+
+        Raises:
+            TemplateRefusedError: the template raised an error.
+            InputError: there is no template.
+        """
+        text = self.template.render(self.template.prepare(messages), prompt=True)
+        return self.encode_rendered(text), text
+
+    def encode_rendered(self, text: str) -> list[int]:
+        """The ids of a text that the template rendered, or of its beginning."""
+        return self._tokenise([text])[0]
+
     def encode_conversation(
         self, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Any] | None = None
     ) -> list[EncodedRow]:
@@ -173,18 +187,20 @@ class ChatTokenizer:
         spans = ((1, len(ids)),) if len(ids) > 1 else ()
         return EncodedRow(tuple(ids), spans, tuple(False for _ in spans))
 
-    def user_header(self, *, system_prompt: str | None = None) -> list[int]:
-        """The ids that the template puts before the first user turn's content (Magpie's prompt).
+    def user_header(self, history: Sequence[Mapping[str, Any]] = ()) -> list[int]:
+        """The ids before the content of the user turn after ``history`` (Magpie's prompt).
+
+        Without history, or after a system turn, it is the conversation's first user turn.
 
         They are the longest common beginning of several rendered prompts, so that a token which
         would join the header's last space with the content's first word is left to the model.
         """
-        return common_prefix(self._probe_prompts(system_prompt))
+        return common_prefix(self._probe_prompts(history))
 
     @cached_property
     def user_end_ids(self) -> list[int]:
         """The ids that follow a user turn's content, the generation prompt included."""
-        return common_prefix([ids[::-1] for ids in self._probe_prompts(None)])[::-1]
+        return common_prefix([ids[::-1] for ids in self._probe_prompts(())])[::-1]
 
     @property
     def user_end_text(self) -> str:
@@ -268,11 +284,8 @@ class ChatTokenizer:
         end = max(start, len(common_prefix([full_ids, shorter])))
         return Turn(full_ids, start, end, False, retokenised, answer.num_messages)
 
-    def _probe_prompts(self, system_prompt: str | None) -> list[list[int]]:
-        system = [] if system_prompt is None else [{"role": "system", "content": system_prompt}]
-        return [
-            self.encode_prompt([*system, {"role": "user", "content": probe}]) for probe in PROBES
-        ]
+    def _probe_prompts(self, history: Sequence[Mapping[str, Any]]) -> list[list[int]]:
+        return [self.encode_prompt([*history, {"role": "user", "content": p}]) for p in PROBES]
 
 
 def _without_overlap(content: str, prompt_text: str) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import unicodedata
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -144,11 +144,15 @@ def limit_errors(errors: Sequence[str], *, of: Path) -> list[str]:
 
 
 def write_dataset(
-    directory: Path, rows: Iterable[Conversation], *, manifest: Mapping[str, Any]
+    directory: Path,
+    rows: Iterable[Conversation],
+    *,
+    manifest: Mapping[str, Any] | Callable[[], Mapping[str, Any]],
 ) -> int:
     """Write a data set directory; the manifest comes last, so that its presence means complete.
 
-    ``manifest`` gives what made the data; ``schema_version`` and the counts are added here.
+    ``manifest`` gives what made the data (a function: called when all rows are written);
+    ``schema_version`` and the counts are added here.
 
     Returns:
         The number of rows.
@@ -163,7 +167,8 @@ def write_dataset(
 
     count = write_conversations(directory / CONVERSATIONS_FILE, counted())
     counts = {"num_conversations": count, "num_supervised_tokens": num_supervised}
-    write_json(directory / MANIFEST_FILE, {"schema_version": SCHEMA_VERSION, **manifest, **counts})
+    facts = manifest() if callable(manifest) else manifest
+    write_json(directory / MANIFEST_FILE, {"schema_version": SCHEMA_VERSION, **facts, **counts})
     return count
 
 

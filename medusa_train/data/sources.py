@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 from medusa_train.data.chat import ChatTokenizer
 from medusa_train.data.conversations import (
@@ -16,7 +15,7 @@ from medusa_train.data.conversations import (
     share_ids,
     truncate,
 )
-from medusa_train.data.files import iterate_lines, iterate_rows
+from medusa_train.data.files import RawRow, iterate_lines, iterate_rows
 from medusa_train.data.mask import EncodedRow
 from medusa_train.data.report import Report, Tally
 from medusa_train.data.template import TemplateRefusedError
@@ -72,25 +71,16 @@ def load_conversations_file(
     return importer.rows, report
 
 
-def load_prompts_file(path: Path) -> tuple[list[list[dict[str, Any]]], Report]:
-    """Read prompts: the turns before the first answer of each row (user-only rows are kept).
+def iterate_prompts(path: Path, tally: Tally) -> Iterator[Turns]:
+    """Read prompts one by one: the turns before the first answer, and the user's later ones.
 
-    A plain text file has one prompt per line; a text row is one user turn.
+    A plain text file has one prompt per line; a text row is one user turn (or, for a model without
+    a chat template, text to go on with). The fate of every row is counted in ``tally``.
 
     Raises:
-        InputError: the file cannot be read, or holds no prompt.
+        InputError: the file cannot be read.
     """
-    tally = Tally()
-    prompts: list[list[dict[str, Any]]] = []
-    for turns in usable_turns(path, tally, is_prompts=True):
-        is_chat = turns.text is None
-        prompts.append(
-            list(turns.messages) if is_chat else [{"role": "user", "content": turns.text}]
-        )
-    report = tally.report()
-    if not prompts:
-        raise InputError(f"{path}: no prompts: {report.summary() or 'the file has no rows'}")
-    return prompts, report
+    return usable_turns(path, tally, is_prompts=True)
 
 
 def truncate_rows(
@@ -122,7 +112,24 @@ def iterate_turns(
         is_prompts: read the turns before the first answer; a plain text file is a prompt per line.
     """
     is_lines = is_prompts and path.suffix.lower() == ".txt" and path.is_file()
-    for raw in iterate_lines(path) if is_lines else iterate_rows(path):
+    raw_rows = iterate_lines(path) if is_lines else iterate_rows(path)
+    return _read_rows(raw_rows, is_prompts=is_prompts)
+
+
+def usable_turns(path: Path, tally: Tally, *, is_prompts: bool = False) -> Iterator[Turns]:
+    """The rows of a file that can be used; the fate of every row is counted in ``tally``."""
+    return _usable(iterate_turns(path, is_prompts=is_prompts), tally)
+
+
+def usable_rows(raw_rows: Iterable[RawRow], tally: Tally, *, is_prompts: bool) -> Iterator[Turns]:
+    """:func:`usable_turns` of rows that come from elsewhere."""
+    return _usable(_read_rows(raw_rows, is_prompts=is_prompts), tally)
+
+
+def _read_rows(
+    raw_rows: Iterable[RawRow], *, is_prompts: bool
+) -> Iterator[tuple[str, Turns | RowRefusedError]]:
+    for raw in raw_rows:
         row: Turns | RowRefusedError
         try:
             if raw.error is not None:
@@ -133,9 +140,8 @@ def iterate_turns(
         yield raw.location, row
 
 
-def usable_turns(path: Path, tally: Tally, *, is_prompts: bool = False) -> Iterator[Turns]:
-    """The rows of a file that can be used; the fate of every row is counted in ``tally``."""
-    for location, row in iterate_turns(path, is_prompts=is_prompts):
+def _usable(rows: Iterable[tuple[str, Turns | RowRefusedError]], tally: Tally) -> Iterator[Turns]:
+    for location, row in rows:
         if isinstance(row, RowRefusedError):
             tally.drop(row.reason, location, detail=row.detail)
         else:

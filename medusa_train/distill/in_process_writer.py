@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from medusa_train.distill.in_process import InProcessEngine
 from medusa_train.distill.sampling import Sampling
 from medusa_train.distill.writer import Answer, Failure, Stopping, Teacher
+from medusa_train.errors import InputError
 
 
 class InProcessWriter:
@@ -24,8 +25,8 @@ class InProcessWriter:
         teacher: the log-probabilities that answers have.
 
     Raises:
-        InputError: the model's cache cannot be used so; names the model.
-        ValueError: ``teacher.num`` is not within 1 … ``vocab_size``.
+        InputError: the model's cache cannot be used so; names the model. Or ``teacher.num`` is not
+            within 1 … ``vocab_size``.
     """
 
     # One model has one cache, and one call uses all cores.
@@ -41,7 +42,10 @@ class InProcessWriter:
         teacher: Teacher | None,
     ) -> None:
         if teacher is not None and not 1 <= teacher.num <= vocab_size:
-            raise ValueError(f"a teacher of 1 to {vocab_size} tokens needed, got {teacher.num}")
+            raise InputError(
+                f"teacher_top_n, teacher_samples: must be 1 to {vocab_size}, the number of tokens; "
+                f"got {teacher.num}"
+            )
         self.engine = InProcessEngine(model, vocab_size=vocab_size, max_rows=max_rows)
         self.unit_size = unit_size
         self.teacher = teacher

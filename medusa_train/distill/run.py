@@ -1,347 +1,335 @@
-"""One generation: blocks of prompts and answers, resumable, to a data set directory.
+"""One generation: units of prompts to a data set directory, resumable at any moment.
 
-Float results depend on the batch's shape, so the unit of work is a block of prompts, whose schedule
-and random numbers depend on the block alone. A finished block is a file; an unfinished one is done
-again. So an interrupted run and a straight one give the same bytes.
+Float results depend on the batch's shape, so in process the unit of work is a block of prompts,
+whose schedule and random numbers depend on the block alone; with servers it is one prompt. A
+finished unit is a record in a journal; an unfinished one is written again. So an interrupted run,
+a straight one, and one that many machines share give the same bytes.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import shutil
+import threading
 import time
-from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from medusa_train.base_model.load import BaseModel
 from medusa_train.console import ProgressReporter, log, progress
 from medusa_train.data.chat import ChatTokenizer
-from medusa_train.data.conversations import (
-    MANIFEST_FILE,
-    Conversation,
-    from_line,
-    read_manifest,
-    to_line,
-    write_dataset,
-)
+from medusa_train.data.conversations import MANIFEST_FILE, read_manifest
+from medusa_train.data.teacher_logprobs import num_bytes
 from medusa_train.distill import filters
-from medusa_train.distill.in_process import InProcessEngine
-from medusa_train.distill.prompts import (
-    MAGPIE,
-    Prompt,
-    encode_prompts,
-    file_prompts,
-    write_prompts,
-)
+from medusa_train.distill.assemble import Assembly, listed, say
+from medusa_train.distill.dialogues import Origin
+from medusa_train.distill.interrupts import Interrupt, interruptible
+from medusa_train.distill.journal import Journal, Unit
+from medusa_train.distill.openings import Openings
 from medusa_train.distill.settings import DistillSettings
-from medusa_train.distill.writer import Answer, Stopping
+from medusa_train.distill.unit import Work, write_unit
+from medusa_train.distill.writer import Writer
 from medusa_train.errors import InputError, MedusaTrainError
-from medusa_train.run_dir import (
-    atomic_path,
-    file_fingerprint,
-    fingerprint,
-    locked,
-    read_json,
-    write_json,
-)
+from medusa_train.run_dir import check_writable, locked, read_json, write_json
 
-BLOCKS = "blocks"
+WORK = "generation"
 PLAN_FILE = "plan.json"
-# Below this share of usable prompts the model or its template is not fit for Magpie.
-MIN_MAGPIE_YIELD = 0.05
+JOURNAL_FILE = "journal.jsonl"
+# Below this share of usable prompts the model or its template is not fit to write them.
+MIN_YIELD = 0.05
+# Prompts after which that share is looked at.
+YIELD_PROMPTS = 64
 
 
 @dataclass(frozen=True, slots=True)
-class _Block:
-    """A finished block: its rows, what was dropped, and what it took."""
+class Shard:
+    """Which part of a generation one process does: the units n with n % num == index."""
 
-    rows: list[Conversation]
-    dropped: Counter[str]
-    num_tokens: int
-    seconds: float
+    index: int
+    num: int
 
 
 def run_distill(
-    base: BaseModel, chat: ChatTokenizer, *, settings: DistillSettings, output: Path
+    writer: Writer,
+    chat: ChatTokenizer,
+    *,
+    base_model: str,
+    base_fingerprint: str,
+    settings: DistillSettings,
+    output: Path,
+    shard: Shard | None = None,
+    max_failed: float = 0.0,
 ) -> dict[str, Any]:
     """Generate a data set, or go on with one.
 
     Args:
-        base: the model that writes.
-        chat: its tokenizer and template.
+        writer: who answers.
+        chat: the base model's tokenizer and template.
+        base_model: the base model, as the user names it.
+        base_fingerprint: of its files.
         settings: what to generate.
-        output: directory of the data set; holds ``blocks/`` until it is complete.
+        output: directory of the data set; holds ``generation/`` until it is complete.
+        shard: do a part; ``merge`` puts the parts together.
+        max_failed: the share of prompts that may stay without an answer.
 
     Returns:
-        The data set's manifest.
+        The data set's manifest; of a shard, its plan with the number of units.
 
     Raises:
-        InputError: no chat template; another generation lies in ``output``; a bad prompt file.
-        MedusaTrainError: the model writes next to no usable prompts; the disk is full.
+        InputError: another generation lies in ``output``; a source of prompts that cannot be read.
+        MedusaTrainError: the model writes next to no usable prompts; prompts have no answer; the
+            disk is full.
     """
-    if not chat.has_template:
-        raise InputError(
-            f"{base.name_or_path}: the tokenizer has no chat template, so there is no prompt to "
-            "answer; give one (data.chat_template in a recipe)"
+    check_writable(output)
+    with (
+        locked(output),
+        Openings(settings, has_template=chat.has_template, scratch=output) as openings,
+    ):
+        origin = Origin(
+            base_fingerprint, settings.row_sampling(), [settings.turns, settings.write_user_turns]
         )
-    generation = _Generation(base, chat, settings=settings, output=output)
-    with locked(output):
+        work = Work(writer, chat, settings, origin, filters.AnswerFilter(settings, chat=chat))
+        plan = _plan(work, openings, base_model=base_model)
         if (output / MANIFEST_FILE).exists():
-            generation.check_same(read_manifest(output).get("generation"))
-            return read_manifest(output)
-        try:
-            generation.run()
-        except KeyboardInterrupt:
-            done = len(list((output / BLOCKS).glob("*.jsonl")))
-            log(
-                f"interrupted: {done} of {generation.num_blocks} blocks are finished and kept; "
-                "run the same command again to go on"
+            manifest = read_manifest(output)
+            check_same(manifest.get("generation"), plan["generation"], output)
+            if not manifest["num_failed"]:
+                # A kill may have come between the data set and this.
+                shutil.rmtree(output / WORK, ignore_errors=True)
+                return manifest
+        _announce(work, openings, plan)
+        generation = _Generation(work, openings, plan=plan, shard=shard, output=output)
+        generation.run()
+        if shard is not None:
+            return {**plan, **generation.shard_done(shard)}
+        return _finish(output, plan, max_failed=max_failed)
+
+
+def _finish(output: Path, plan: dict[str, Any], *, max_failed: float) -> dict[str, Any]:
+    with Journal(output / WORK / JOURNAL_FILE) as journal:
+        manifest = Assembly([journal], plan=plan).write(output)
+    say(manifest, output=output)
+    num_failed = sum(manifest["num_failed"].values())
+    if num_failed:
+        if num_failed > max_failed * manifest["num_prompts"]:
+            raise MedusaTrainError(
+                f"{output}: {num_failed} of {manifest['num_prompts']} prompts have no answer; the "
+                "others are kept: run the same command again to ask them again"
             )
-            raise
-        manifest = generation.finish()
-        shutil.rmtree(output / BLOCKS)
+    else:
+        shutil.rmtree(output / WORK)
     return manifest
 
 
 class _Generation:
-    """What the blocks of one generation share."""
+    """The work that one process does."""
 
     def __init__(
-        self, base: BaseModel, chat: ChatTokenizer, *, settings: DistillSettings, output: Path
+        self,
+        work: Work,
+        openings: Openings,
+        *,
+        plan: dict[str, Any],
+        shard: Shard | None,
+        output: Path,
     ) -> None:
-        self.base = base
-        self.chat = chat
-        self.settings = settings
+        self.work = work
+        self.openings = openings
+        self.shard = shard
         self.output = output
-        self.engine = InProcessEngine(
-            base.model, vocab_size=chat.vocab_size, max_rows=settings.batch_size
-        )
-        self.file = None if settings.prompts is None else file_prompts(settings)
-        num_prompts = settings.num_prompts if self.file is None else len(self.file)
-        if num_prompts is None:
-            raise InputError("num_prompts: must be given when there is no file of prompts")
-        self.num_prompts = num_prompts
-        self.num_blocks = -(-num_prompts // settings.block_size)
-
-    @property
-    def source(self) -> str:
-        """Where the prompts come from, as rows name it."""
-        return MAGPIE if self.settings.prompts is None else Path(self.settings.prompts).name
-
-    def identity(self) -> dict[str, Any]:
-        """All that decides the rows; another one must not go on in the same directory."""
-        settings = asdict(self.settings)
-        prompts = settings.pop("prompts")
-        return {
-            "base_fingerprint": self.base.fingerprint,
-            "dtype": str(self.base.model.dtype).removeprefix("torch."),
-            "chat_template_hash": self.chat.chat_template_hash,
-            "chat_template_kwargs": self.chat.chat_template_kwargs,
-            "settings": settings,
-            "prompts": None if prompts is None else file_fingerprint(Path(prompts)),
-        }
-
-    def check_same(self, other: Any) -> None:
-        """Raise unless ``other`` is the identity of this very generation."""
-        mine = self.identity()
-        if other == mine:
-            return
-        known = other if isinstance(other, dict) else {}
-        flat = [{**known, **known.get("settings", {})}, {**mine, **mine["settings"]}]
-        names = sorted(
-            key for key in flat[1] if key != "settings" and flat[0].get(key) != flat[1][key]
-        )
-        changed = ", ".join(f"{n} {flat[0].get(n)!r} → {flat[1][n]!r}" for n in names)
-        raise InputError(
-            f"{self.output}: holds another generation ({changed}); give another directory, or "
-            "remove this one"
-        )
+        every, first = (1, 0) if shard is None else (shard.num, shard.index)
+        self.units = range(first, plan["num_units"], every)
+        self.size: int = plan["unit_size"]
+        self._begin_plan({**plan, "shard": None if shard is None else asdict(shard)})
+        self._tokens = 0
+        self._begin = time.monotonic()
 
     def run(self) -> None:
-        """Generate the blocks that are not there yet."""
-        directory = self.output / BLOCKS
-        if (directory / PLAN_FILE).exists():
-            self.check_same(read_json(directory / PLAN_FILE))
-        write_json(directory / PLAN_FILE, self.identity())
-        missing = [b for b in range(self.num_blocks) if not self._path(b).exists()]
-        done = self.num_prompts - sum(self._size(block) for block in missing)
-        if done:
-            log(f"distill: going on, {done} of {self.num_prompts} prompts are done")
-        with progress("distill", self.num_prompts, done=done) as bar:
-            for block in missing:
-                result = self._generate(block, bar)
-                self._write(block, result)
-                rate = result.num_tokens / max(result.seconds, 1e-9)
-                bar.update(self._size(block), detail=f"prompts, {rate:,.0f} tokens/s")
-                self._check_yield(block, result)
-
-    def finish(self) -> dict[str, Any]:
-        """Put the blocks together, without prompts that occur twice."""
-        dropped: Counter[str] = Counter()
-        seen: set[tuple[str, ...]] = set()
-        rows: list[Conversation] = []
-        seconds, num_tokens = 0.0, 0
-        for number in range(self.num_blocks):
-            block = self._read(number)
-            dropped += block.dropped
-            seconds += block.seconds
-            num_tokens += block.num_tokens
-            for row in block.rows:
-                key = filters.prompt_key(row.messages[:-1])
-                if key in seen:
-                    dropped[filters.DUPLICATE_PROMPT] += 1
-                    continue
-                seen.add(key)
-                rows.append(row)
-        if not rows:
-            raise MedusaTrainError(
-                f"{self.output}: not one of {self.num_prompts} prompts gave a usable answer: "
-                f"{_listed(dropped)}"
-            )
-        write_dataset(self.output, rows, manifest=self._manifest(rows, dropped, seconds))
-        log(
-            f"distill: {len(rows)} conversations of {self.num_prompts} prompts "
-            f"({len(rows) / self.num_prompts:.0%}), {num_tokens:,} tokens in {seconds:,.0f} s"
-            + (f"; dropped: {_listed(dropped)}" if dropped else "")
-        )
-        return read_manifest(self.output)
-
-    def _manifest(
-        self, rows: list[Conversation], dropped: Counter[str], seconds: float
-    ) -> dict[str, Any]:
-        ended = sum(row.finish_reasons[-1] == "stop" for row in rows)
-        return {
-            "base_model": self.base.name_or_path,
-            "base_fingerprint": self.base.fingerprint,
-            "tokenizer_hash": self.chat.tokenizer_hash,
-            "chat_template_hash": self.chat.chat_template_hash,
-            "chat_template_kwargs": self.chat.chat_template_kwargs,
-            "source": self.source,
-            "sampling": self.settings.row_sampling(),
-            "seed": self.settings.seed,
-            "generation": self.identity(),
-            "num_prompts": self.num_prompts,
-            "num_dropped": dict(sorted(dropped.items())),
-            "end_of_turn": {"with": ended, "without": len(rows) - ended},
-            "seconds": round(seconds, 1),
-        }
-
-    def _generate(self, block: int, bar: ProgressReporter) -> _Block:
-        begin = time.monotonic()
-        num_tokens = 0
-
-        def on_step(tokens: int) -> None:
-            nonlocal num_tokens
-            num_tokens += tokens
-            rate = num_tokens / max(time.monotonic() - begin, 1e-9)
-            bar.update(0, detail=f"prompts, {rate:,.0f} tokens/s")
-
-        generator = torch.Generator(self.base.device).manual_seed(self._seed(block))
-        first, count = block * self.settings.block_size, self._size(block)
-        if self.file is None:
-            drawn = write_prompts(
-                self.engine,
-                self.chat,
-                settings=self.settings,
-                first_index=first,
-                count=count,
-                generator=generator,
-                on_step=on_step,
-            )
-        else:
-            drawn = encode_prompts(
-                self.file[first : first + count],
-                chat=self.chat,
-                settings=self.settings,
-                first_index=first,
-                max_length=self.engine.max_length,
-            )
-        answers = self.engine.generate(
-            [prompt.input_ids for prompt in drawn.prompts],
-            sampling=self.settings.answer_sampling,
-            stopping=Stopping(
-                self.chat.stop_ids,
-                self.settings.max_new_tokens,
-                filters.loop_watch(self.settings),
-            ),
-            generator=generator,
-            on_step=on_step,
-        )
-        rows, dropped = [], drawn.dropped
-        for prompt, answer in zip(drawn.prompts, answers, strict=True):
-            fault = filters.answer_fault(
-                answer, settings=self.settings, stop_ids=self.chat.stop_ids
-            )
-            if fault is None:
-                rows.append(self._row(prompt, answer))
-            else:
-                dropped[fault] += 1
-        return _Block(rows, dropped, num_tokens, time.monotonic() - begin)
-
-    def _row(self, prompt: Prompt, answer: Answer) -> Conversation:
-        start = len(prompt.input_ids)
-        sampling = self.settings.row_sampling()
-        asked = prompt.index if self.file is None else list(prompt.input_ids)
-        text = self.chat.tokenizer.decode(list(answer.token_ids), skip_special_tokens=True)
-        return Conversation(
-            id=fingerprint([self.base.fingerprint, self.source, asked, sampling]),
-            source=self.source,
-            messages=(*prompt.messages, {"role": "assistant", "content": text}),
-            input_ids=prompt.input_ids + answer.token_ids,
-            assistant_spans=((start, start + len(answer.token_ids)),),
-            finish_reasons=(answer.finish_reason,),
-            sampling=sampling,
-        )
-
-    def _seed(self, block: int) -> int:
-        digest = hashlib.sha256(f"{self.settings.seed}/{block}".encode()).digest()
-        return int.from_bytes(digest[:8], "big") >> 1
-
-    def _size(self, block: int) -> int:
-        size = self.settings.block_size
-        return min(size, self.num_prompts - block * size)
-
-    def _path(self, block: int) -> Path:
-        return self.output / BLOCKS / f"{block:06d}.jsonl"
-
-    def _write(self, block: int, result: _Block) -> None:
-        facts = {
-            "dropped": dict(result.dropped),
-            "num_tokens": result.num_tokens,
-            "seconds": round(result.seconds, 3),
-        }
+        """Write the units that are not there yet."""
         with (
-            atomic_path(self._path(block)) as temporary,
-            temporary.open("w", encoding="utf-8", errors="surrogatepass", newline="\n") as file,
+            Journal(self.output / WORK / JOURNAL_FILE, writable=True) as journal,
+            interruptible() as interrupt,
         ):
-            file.write(json.dumps(facts) + "\n")
-            file.writelines(map(to_line, result.rows))
+            finished = journal.finished
+            missing = [unit for unit in self.units if unit not in finished]
+            num_prompts = sum(map(self._num_prompts, self.units))
+            done = num_prompts - sum(map(self._num_prompts, missing))
+            if done:
+                log(f"distill: going on, {done} of {num_prompts} prompts are done")
+            with progress("distill", num_prompts, done=done) as bar:
+                self._begin = time.monotonic()
+                for unit in self._written(missing, bar, interrupt):
+                    journal.append(unit)
+                    bar.update(self._num_prompts(unit.number), detail=self._rate())
+                    self._check_yield(journal)
+            left = len(missing) - len(journal.finished - finished)
+            if interrupt.is_asked and left:
+                log(
+                    f"interrupted: {len(self.units) - left} of {len(self.units)} units are "
+                    "finished and kept; run the same command again to go on"
+                )
+                raise KeyboardInterrupt
 
-    def _read(self, block: int) -> _Block:
-        lines = self._lines(block)
-        facts = json.loads(next(lines))
-        rows = [from_line(line) for line in lines]
-        return _Block(rows, Counter(facts["dropped"]), facts["num_tokens"], facts["seconds"])
-
-    def _lines(self, block: int) -> Iterator[bytes]:
-        with self._path(block).open("rb") as file:
-            yield from file
-
-    def _check_yield(self, block: int, result: _Block) -> None:
-        """Stop a Magpie run whose model does not write user turns, before it costs hours."""
-        if self.file is None and len(result.rows) < MIN_MAGPIE_YIELD * self._size(block):
+    def shard_done(self, shard: Shard) -> dict[str, Any]:
+        """Say that a shard is complete."""
+        with Journal(self.output / WORK / JOURNAL_FILE) as journal:
+            num_rows, num_failed = journal.num_rows, len(journal.failed)
+        if num_failed:
             raise MedusaTrainError(
-                f"{self.base.name_or_path}: {len(result.rows)} of {self._size(block)} prompts that "
-                f"it wrote were usable ({_listed(result.dropped)}); give a file of prompts "
+                f"{self.output}: {num_failed} units have prompts without an answer; the others are "
+                "kept: run the same command again to ask them again"
+            )
+        log(
+            f"distill: shard {shard.index}/{shard.num} is complete: {num_rows} conversations "
+            "before duplicates are left out; put all shards together with medusa-distill merge"
+        )
+        return {"shard": asdict(shard), "num_conversations": num_rows}
+
+    def _begin_plan(self, plan: dict[str, Any]) -> None:
+        path = self.output / WORK / PLAN_FILE
+        if path.exists():
+            known = read_json(path)
+            check_same(known["generation"], plan["generation"], self.output)
+            if known["shard"] != plan["shard"]:
+                raise InputError(
+                    f"{self.output}: holds {_shard_name(known['shard'])} of this generation, not "
+                    f"{_shard_name(plan['shard'])}; give another directory"
+                )
+        write_json(path, plan)
+
+    def _num_prompts(self, unit: int) -> int:
+        return min(self.size, len(self.openings) - unit * self.size)
+
+    def _written(
+        self, missing: list[int], bar: ProgressReporter, interrupt: Interrupt
+    ) -> Iterator[Unit]:
+        """The units as they are finished; none is begun once an end is asked for."""
+        lock = threading.Lock()
+
+        def on_tokens(num_tokens: int) -> None:
+            with lock:
+                self._tokens += num_tokens
+                bar.update(0, detail=self._rate())
+
+        def write(number: int) -> Unit:
+            first = number * self.size
+            openings = list(self.openings.between(first, first + self.size))
+            return write_unit(number, openings, work=self.work, on_tokens=on_tokens)
+
+        numbers = iter(missing)
+        if self.work.writer.num_workers == 1:
+            for number in numbers:
+                if interrupt.is_asked:
+                    return
+                yield write(number)
+            return
+        yield from self._written_at_once(write, numbers, interrupt)
+
+    def _written_at_once(
+        self, write: Callable[[int], Unit], numbers: Iterator[int], interrupt: Interrupt
+    ) -> Iterator[Unit]:
+        num_workers = self.work.writer.num_workers
+        with ThreadPoolExecutor(num_workers) as pool:
+            running: set[Future[Unit]] = set()
+            try:
+                while True:
+                    wanted = 0 if interrupt.is_asked else num_workers - len(running)
+                    running |= {pool.submit(write, n) for n in islice(numbers, wanted)}
+                    if not running:
+                        return
+                    done, running = wait(running, return_when=FIRST_COMPLETED)
+                    for future in done:
+                        yield future.result()
+            except BaseException:
+                self.work.writer.stop()
+                raise
+
+    def _rate(self) -> str:
+        rate = self._tokens / max(time.monotonic() - self._begin, 1e-9)
+        return f"prompts, {rate:,.0f} tokens/s"
+
+    def _check_yield(self, journal: Journal) -> None:
+        """Stop where the model does not write user turns, before that costs hours."""
+        drawn, usable = journal.num_drawn, journal.num_usable
+        if drawn >= min(YIELD_PROMPTS, len(self.openings)) and usable < MIN_YIELD * drawn:
+            raise MedusaTrainError(
+                f"{usable} of {drawn} prompts that the model wrote were usable "
+                f"({listed(journal.dropped)}); give a file of prompts "
                 "(data.distill.prompts), or another chat template"
             )
 
 
-def _listed(dropped: Counter[str]) -> str:
-    return ", ".join(f"{reason}: {count}" for reason, count in sorted(dropped.items()))
+def _plan(work: Work, openings: Openings, *, base_model: str) -> dict[str, Any]:
+    """What a generation is; the same in every process that has a part in it."""
+    settings = asdict(work.settings)
+    settings["sources"] = openings.identity()
+    chat, writer = work.chat, work.writer
+    teacher = writer.teacher
+    size = writer.unit_size
+    plan = {
+        "base_model": base_model,
+        "base_fingerprint": work.origin.base_fingerprint,
+        "tokenizer_hash": chat.tokenizer_hash,
+        "chat_template_hash": chat.chat_template_hash,
+        "chat_template_kwargs": chat.chat_template_kwargs,
+        "source": " + ".join(openings.sizes),
+        "sources": openings.sizes,
+        "sampling": work.settings.row_sampling(),
+        "seed": work.settings.seed,
+        "num_prompts": len(openings),
+        "unit_size": size,
+        "num_units": -(-len(openings) // size),
+        "generation": {
+            "base_fingerprint": work.origin.base_fingerprint,
+            "chat_template_hash": chat.chat_template_hash,
+            "chat_template_kwargs": chat.chat_template_kwargs,
+            "settings": settings,
+            "writer": writer.identity(),
+            "teacher": None if teacher is None else asdict(teacher),
+        },
+    }
+    # As it will be read from a file: tuples are lists there.
+    as_read: dict[str, Any] = json.loads(json.dumps(plan))
+    return as_read
+
+
+def _announce(work: Work, openings: Openings, plan: dict[str, Any]) -> None:
+    if len(openings.sizes) > 1:
+        parts = ", ".join(f"{count} {name}" for name, count in openings.sizes.items())
+        log(f"distill: {plan['num_prompts']} prompts: {parts}")
+    teacher, settings = work.writer.teacher, work.settings
+    if teacher is not None:
+        most = plan["num_prompts"] * settings.turns * settings.max_new_tokens
+        size = num_bytes(most, teacher.num)
+        log(
+            f"distill: log-probabilities of {teacher.num} tokens at each token: at most "
+            f"{size / 1e6:,.0f} MB on the disk, a third more until the data set is put together"
+        )
+
+
+def check_same(known: Any, mine: dict[str, Any], output: Path) -> None:
+    """Raise :class:`InputError` unless ``known`` is the identity of this very generation."""
+    if known == mine:
+        return
+    old, new = _flat(known if isinstance(known, dict) else {}), _flat(mine)
+    names = sorted(name for name in {*old, *new} if old.get(name) != new.get(name))
+    changed = ", ".join(f"{n} {old.get(n)!r} → {new.get(n)!r}" for n in names)
+    raise InputError(
+        f"{output}: holds another generation ({changed}); give another directory, or remove this "
+        "one"
+    )
+
+
+def _flat(identity: dict[str, Any]) -> dict[str, Any]:
+    nested = {name for name in ("settings", "writer") if isinstance(identity.get(name), dict)}
+    flat = {name: value for name, value in identity.items() if name not in nested}
+    for name in nested:
+        flat.update(identity[name])
+    return flat
+
+
+def _shard_name(shard: dict[str, Any] | None) -> str:
+    return "the whole" if shard is None else f"shard {shard['index']}/{shard['num']}"

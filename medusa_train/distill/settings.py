@@ -1,19 +1,47 @@
-"""What one generation is: flat values, the same names as in a recipe's ``data.distill``."""
+"""What one generation is: flat values, the same names as in a recipe's ``data.distill``.
+
+How answers come about (in process or from servers, in what batches) is the writer's business.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from medusa_train.distill.sampling import Sampling
+
+
+@dataclass(frozen=True, slots=True)
+class PromptSource:
+    """One source of a mixture of prompts.
+
+    Attributes:
+        source: ``model`` (it writes them itself), ``file``, ``dataset`` or ``demo``.
+        path: the file, or the name or directory of the data set.
+        name: configuration of the data set.
+        split: of the data set.
+        column: of the data set; None finds it.
+        limit: the most rows that are read; None reads all.
+        weight: its share of the prompts, relative to the other sources.
+    """
+
+    source: Literal["model", "file", "dataset", "demo"]
+    path: str | None = None
+    name: str | None = None
+    split: str = "train"
+    column: str | None = None
+    limit: int | None = None
+    weight: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class DistillSettings:
     """How prompts are got and how answers are drawn; ``docs/recipes.md`` describes each field."""
 
-    prompts: str | None = None
+    sources: tuple[PromptSource, ...] = (PromptSource("model"),)
     num_prompts: int | None = None
+    turns: int = 1
+    write_user_turns: bool = False
     system_prompt: str | None = None
     max_prompt_tokens: int = 512
     prompt_temperature: float = 1.0
@@ -22,13 +50,13 @@ class DistillSettings:
     top_p: float = 1.0
     top_k: int = 0
     max_new_tokens: int = 512
-    batch_size: int = 64
-    block_size: int = 256
     seed: int = 0
     min_answer_tokens: int = 1
     drop_cut: bool = False
     loop_ngram: int = 8
     loop_repeats: int = 4
+    near_duplicate: float | None = None
+    languages: tuple[str, ...] = ()
 
     @property
     def prompt_sampling(self) -> Sampling:

@@ -114,6 +114,9 @@ class Writer(Protocol):
     @property
     def teacher(self) -> Teacher | None: ...
 
+    def stop(self) -> None:
+        """Let calls of :meth:`write` in other threads end soon, with an error."""
+
     def identity(self) -> dict[str, Any]:
         """What of the writer decides the answers, as JSON; another one is another generation."""
 

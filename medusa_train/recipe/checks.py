@@ -27,6 +27,9 @@ _WANTED = {
     "float_type": "must be a number",
     "greater_than": "must be more than {gt:g}",
     "greater_than_equal": "must be at least {ge:g}",
+    "list_type": "must be a list",
+    "string_pattern_mismatch": "must be a language's code of two or three letters, such as en",
+    "too_short": "must have at least one item",
     "int_type": "must be a whole number",
     "int_from_float": "must be a whole number",
     "less_than": "must be less than {lt:g}",
@@ -70,13 +73,13 @@ def _source_mistakes(data: Mapping[str, Any]) -> Iterator[Wrong]:
 
 def _distill_mistakes(distill: Mapping[str, Any], max_length: Any) -> Iterator[Wrong]:
     where: Key = ("data", "distill")
-    if distill.get("prompts") is None:
-        if distill.get("num_prompts") is None:
-            message = "missing; without data.distill.prompts it says how many prompts to write"
-            yield (*where, "num_prompts"), message
-        if distill.get("prompt_temperature") == 0:
-            message = "must be more than 0; greedy prompts would all be the same; got 0"
-            yield (*where, "prompt_temperature"), message
+    yield from _prompt_source_mistakes(distill, where)
+    if distill.get("teacher_top_n") is not None and distill.get("teacher_samples") is not None:
+        yield (*where, "teacher_samples"), "excludes teacher_top_n; set one of them to null"
+    server = distill.get("server")
+    if isinstance(server, dict) and distill.get("teacher_samples") is not None:
+        message = "needs generation in process; servers give teacher_top_n only"
+        yield (*where, "teacher_samples"), message
     shortest = _number(distill, "min_answer_tokens")
     longest = _number(distill, "max_new_tokens")
     if shortest > longest:
@@ -86,6 +89,40 @@ def _distill_mistakes(distill: Mapping[str, Any], max_length: Any) -> Iterator[W
     if isinstance(max_length, int) and prompt >= max_length:
         message = f"must be less than data.max_length, which is {max_length}; got {prompt}"
         yield (*where, "max_prompt_tokens"), message
+
+
+def _prompt_source_mistakes(distill: Mapping[str, Any], where: Key) -> Iterator[Wrong]:
+    sources = [s for s in distill.get("sources") or [] if isinstance(s, dict)]
+    kinds = [source.get("source") for source in sources]
+    if sources and distill.get("prompts") is not None:
+        yield (*where, "sources"), "excludes data.distill.prompts; set one of them to null"
+    if "model" in kinds or (distill.get("prompts") is None and not sources):
+        if distill.get("num_prompts") is None:
+            message = "missing; where the model writes prompts it says how many"
+            yield (*where, "num_prompts"), message
+        if distill.get("prompt_temperature") == 0:
+            message = "must be more than 0; greedy prompts would all be the same; got 0"
+            yield (*where, "prompt_temperature"), message
+    weighted = any(source.get("weight", 1.0) != 1.0 for source in sources)
+    if weighted and distill.get("num_prompts") is None:
+        message = "missing; it says how many prompts the weights of the sources divide"
+        yield (*where, "num_prompts"), message
+    for index, source in enumerate(sources):
+        for name, message in _one_source_mistakes(source):
+            yield (*where, "sources", index, name), message
+
+
+def _one_source_mistakes(source: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    kind = source.get("source")
+    if kind in {"file", "dataset"} and source.get("path") is None:
+        yield "path", f"missing; a source of the kind '{kind}' needs one"
+    if kind in {"model", "demo"} and source.get("path") is not None:
+        yield "path", f"a source of the kind '{kind}' has none"
+    for name in ("name", "split", "column"):
+        if kind != "dataset" and source.get(name) is not None:
+            yield name, "is for a source of the kind 'dataset'"
+    if kind == "model" and source.get("limit") is not None:
+        yield "limit", "is for a source that has rows; use num_prompts and weight"
 
 
 def _number(distill: Mapping[str, Any], name: str) -> int:
@@ -133,7 +170,9 @@ def _choices(schema: type[BaseModel], key: Key) -> str:
 
 def _model_at(schema: type[BaseModel], key: Key) -> type[BaseModel]:
     for name in key:
-        annotation = schema.model_fields[str(name)].annotation
+        if isinstance(name, int):  # an item of a list has the list's schema
+            continue
+        annotation = schema.model_fields[name].annotation
         options = [annotation, *get_args(annotation)]
         schema = next(o for o in options if isinstance(o, type) and issubclass(o, BaseModel))
     return schema

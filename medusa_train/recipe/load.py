@@ -141,7 +141,7 @@ def _load(
 
 def _with_found_files(config: Config, source: Source) -> tuple[Config, tuple[str, ...]]:
     missing = []
-    for key in FILE_KEYS:
+    for key in (*FILE_KEYS, *_source_keys(source)):
         value = source.get(key)
         if value is None or (key[-1] == "chat_template" and is_template_text(value)):
             continue
@@ -158,7 +158,20 @@ def _with_found_files(config: Config, source: Source) -> tuple[Config, tuple[str
     return config, tuple(missing)
 
 
+def _source_keys(source: Source) -> list[Key]:
+    """The paths of the sources of prompts that are files."""
+    where: Key = ("data", "distill", "sources")
+    sources = source.get(where) or []
+    return [(*where, i, "path") for i, item in enumerate(sources) if item["source"] == "file"]
+
+
 def _replaced(config: Config, key: Key, value: str) -> Config:
     name = str(key[0])
-    new: Any = value if len(key) == 1 else _replaced(getattr(config, name), key[1:], value)
+    old = getattr(config, name)
+    new: Any = value
+    if len(key) > 1 and isinstance(old, list):
+        index = int(key[1])
+        new = [*old[:index], _replaced(old[index], key[2:], value), *old[index + 1 :]]
+    elif len(key) > 1:
+        new = _replaced(old, key[1:], value)
     return config.model_copy(update={name: new})

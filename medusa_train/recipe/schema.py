@@ -18,6 +18,8 @@ CountOrOff = Annotated[int, Field(ge=0)]
 Seed = Annotated[int, Field(ge=0, le=MAX_SEED)]
 Temperature = Annotated[float, Field(ge=0.0, le=100.0)]
 Probability = Annotated[float, Field(gt=0.0, le=1.0)]
+Positive = Annotated[float, Field(gt=0.0, allow_inf_nan=False)]
+Language = Annotated[str, Field(pattern="^[a-z]{2,3}$")]
 
 
 class Section(BaseModel):
@@ -63,13 +65,62 @@ class HeadsSection(Section):
     as misses in the accuracy."""
 
 
+class SourceSection(Section):
+    """One source of prompts."""
+
+    source: Literal["model", "file", "dataset", "demo"]
+    """`model`: the base model writes them. `file`: text, JSON, JSON Lines or Parquet. `dataset`:
+    what `datasets.load_dataset` loads. `demo`: a small set that comes with the package."""
+    path: Text | None = None
+    """The file; for `dataset` its name on the hub or its directory."""
+    name: Text | None = None
+    """Configuration of the data set."""
+    split: Text = "train"
+    """Split of the data set."""
+    column: Text | None = None
+    """Column of the data set that holds the prompt or the conversation; null finds it."""
+    limit: Count | None = None
+    """Read this many rows at most; null reads all."""
+    weight: Positive = 1.0
+    """Share of the prompts, relative to the other sources'."""
+
+
+class ServerSection(Section):
+    """Servers that write the answers: any with OpenAI's completions, the base model in each."""
+
+    urls: Annotated[list[Text], Field(min_length=1)]
+    """Base URLs, such as `http://host:8000/v1`. Requests go to the one with the most free slots."""
+    model: Text | None = None
+    """Name of the model at the servers; null asks them."""
+    concurrency: Count = 64
+    """Requests at a time to each server."""
+    timeout: Positive = 600.0
+    """Seconds after which a request is given up and made again."""
+    max_retries: CountOrOff = 6
+    """How often one request is made again before its prompt counts as failed."""
+    exact_ids: bool = False
+    """Refuse servers that take or return text instead of token ids."""
+    api_key_env: Text = "OPENAI_API_KEY"
+    """Environment variable that holds the key, if there is one; the key itself goes in no file."""
+    max_failed: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
+    """Share of prompts that may stay without an answer; more is an error."""
+
+
 class DistillSection(Section):
     """Self-distillation: the base model writes the answers it is trained on."""
 
     prompts: Text | None = None
-    """File with prompts; null lets the base model write them from its template's user header."""
+    """File with prompts; null lets the base model write them from its template's user header. Short
+    for `sources` with one source."""
+    sources: list[SourceSection] = Field(default_factory=list)
+    """Several sources, mixed by weight; excludes `prompts`."""
     num_prompts: Count | None = None
-    """Number of prompts; required when `prompts` is null, else null is the whole file."""
+    """Number of prompts; required where the model writes prompts, else null is all there are."""
+    turns: Count = 1
+    """Turns of each conversation. A file's later user turns are asked again, each in the context of
+    the answers so far; where the model writes the prompts, it writes the later ones too."""
+    write_user_turns: bool = False
+    """Let the model write the user turns that a file's conversation does not have."""
     system_prompt: Text | None = None
     """System turn before every prompt that has none; null is what the template does by itself."""
     max_prompt_tokens: Count = 512
@@ -100,6 +151,18 @@ class DistillSection(Section):
     """Length of the n-gram that shows a looping answer; 0 keeps looping answers."""
     loop_repeats: Count = 4
     """An answer in which one n-gram occurs more often than this is dropped and counted."""
+    near_duplicate: Probability | None = None
+    """Drop prompts that share at least this part of their word triples with an earlier one; null
+    drops equal prompts only. Prompts made from one long pattern are all near duplicates."""
+    languages: list[Language] = Field(default_factory=list)
+    """Keep conversations in these languages only (ISO 639-1, such as `en`); empty keeps all."""
+    teacher_top_n: Count | None = None
+    """Keep the log-probabilities of the n most likely tokens at every token of the answers."""
+    teacher_samples: Count | None = None
+    """Keep the log-probabilities of n tokens drawn from the model's own distribution, an unbiased
+    picture of it; excludes `teacher_top_n`."""
+    server: ServerSection | None = None
+    """Let servers write; null writes in this process."""
 
 
 class ChatSection(Section):

@@ -54,7 +54,7 @@ class Source:
         """The value of ``key``, or ``None``."""
         value: Any = self.value
         for part in key:
-            value = value.get(part) if isinstance(value, dict) else None
+            value = _child(value, part)
         return value
 
 
@@ -115,18 +115,40 @@ def _apply(override: str, source: Source, *, place: Place) -> None:
         source.mistakes.append(Mistake(place, (*parts, *problem.key), problem.message))
     if source.value is None:
         return
-    section = source.value
-    for depth, part in enumerate(parts[:-1], start=1):
-        if section.get(part) is None:
+    section: Any = source.value
+    key: Key = ()
+    for part in parts[:-1]:
+        key = (*key, _index(section, part))
+        if isinstance(section, dict) and section.get(part) is None:
             section[part] = {}
-            source.places.setdefault(parts[:depth], place)
-        section = section[part]
-        if not isinstance(section, dict):
-            message = f"{'.'.join(parts[:depth])} is no section, so nothing in it can be set"
+            source.places.setdefault(key, place)
+        section = _child(section, key[-1])
+        if not isinstance(section, dict | list):
+            message = f"{'.'.join(map(str, key))} is no section, so nothing in it can be set"
             source.mistakes.append(Mistake(place, parts, message))
             return
-    section[parts[-1]] = document.value
+    last = _index(section, parts[-1])
+    if isinstance(section, list) and not (isinstance(last, int) and last < len(section)):
+        message = f"a list of {len(section)} has no item {parts[-1]!r}; the first is 0"
+        source.mistakes.append(Mistake(place, parts, message))
+        return
+    section[last] = document.value
+    key = (*key, last)
     # What the file said about the old value is gone with it.
-    for key in [key for key in source.places if key[: len(parts)] == parts]:
-        del source.places[key]
-    source.places[parts] = place
+    for old in [old for old in source.places if old[: len(key)] == key]:
+        del source.places[old]
+    source.places[key] = place
+
+
+def _index(section: Any, part: str) -> str | int:
+    """``part`` of a key as ``section`` has it: the items of a list are numbers."""
+    return int(part) if isinstance(section, list) and part.isdecimal() else part
+
+
+def _child(section: Any, part: str | int) -> Any:
+    """The value of one part of a key, or ``None``."""
+    if isinstance(section, dict):
+        return section.get(part)
+    if isinstance(section, list) and isinstance(part, int) and part < len(section):
+        return section[part]
+    return None

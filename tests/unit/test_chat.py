@@ -277,8 +277,15 @@ def test_the_parts_around_a_user_turn(template, eos, header, end, end_text):
 
 def test_the_user_header_holds_the_system_turn():
     chat = make_chat(CHATML)
-    header = chat.tokenizer.decode(chat.user_header(system_prompt="Be terse."))
+    header = chat.tokenizer.decode(chat.user_header([{"role": "system", "content": "Be terse."}]))
     assert header == "<s><|im_start|>system\nBe terse.<|im_end|>\n<|im_start|>user\n"
+
+
+def test_the_user_header_of_a_later_turn_holds_the_turns_before():
+    chat = make_chat(CHATML)
+    history = [{"role": "user", "content": "Hi."}, {"role": "assistant", "content": "Hello."}]
+    header = chat.tokenizer.decode(chat.user_header(history))
+    assert header.endswith("<|im_start|>assistant\nHello.<|im_end|>\n<|im_start|>user\n")
 
 
 def test_a_syntax_error_names_its_line():

@@ -9,16 +9,16 @@ import pytest
 import torch
 
 from medusa_train.base_model.load import BaseModel
-from medusa_train.data.chat import ChatTokenizer
 from medusa_train.data.conversations import read_conversations, read_manifest
 from medusa_train.distill import filters
+from medusa_train.distill.duplicates import EXACT_DUPLICATE
 from medusa_train.distill.in_process import InProcessEngine
-from medusa_train.distill.run import run_distill
 from medusa_train.distill.sampling import Sampler, Sampling
-from medusa_train.distill.settings import DistillSettings
+from medusa_train.distill.settings import DistillSettings, PromptSource
+from medusa_train.distill.user_turns import UserTurns
 from medusa_train.distill.writer import Answer, Stopping
 from medusa_train.errors import InputError, MedusaTrainError
-from medusa_train.recipe.schema import DistillSection
+from tests.distill_for_tests import distill, make_chat
 from tests.models_for_tests import ARCHITECTURES, make_base, make_model
 from tests.tokenizers_for_tests import END, VICUNA
 
@@ -26,21 +26,15 @@ SETTINGS: dict[str, Any] = {
     "num_prompts": 20,
     "max_prompt_tokens": 60,
     "max_new_tokens": 12,
-    "batch_size": 4,
-    "block_size": 8,
     "temperature": 1.0,
     "loop_ngram": 0,
 }
 
 
-def _chat(base: BaseModel, **options: Any) -> ChatTokenizer:
-    return ChatTokenizer(base.tokenizer, stop_ids=base.stop_ids, **options)
-
-
-def _prompts_file(directory: Path, count: int = 20) -> str:
+def _prompts_file(directory: Path, count: int = 20) -> tuple[PromptSource, ...]:
     path = directory / "prompts.txt"
     path.write_text("".join(f"Name a colour, {n} of them.\n" for n in range(count)))
-    return str(path)
+    return (PromptSource("file", str(path)),)
 
 
 @pytest.fixture(scope="module")
@@ -48,15 +42,10 @@ def base() -> BaseModel:
     return make_base()
 
 
-def test_settings_are_the_recipes_section() -> None:
-    section = DistillSection(num_prompts=3)
-    assert DistillSettings(**section.model_dump()) == DistillSettings(num_prompts=3)
-
-
 def test_rows_are_what_the_model_saw_and_wrote(base: BaseModel, tmp_path: Path) -> None:
-    chat = _chat(base)
-    settings = DistillSettings(**{**SETTINGS, "prompts": _prompts_file(tmp_path)})
-    manifest = run_distill(base, chat, settings=settings, output=tmp_path / "out")
+    chat = make_chat(base)
+    settings = DistillSettings(**{**SETTINGS, "sources": _prompts_file(tmp_path)})
+    manifest = distill(base, settings=settings, output=tmp_path / "out")
     rows = read_conversations(tmp_path / "out")
     assert len(rows) == manifest["num_conversations"]
     assert len({row.id for row in rows}) == len(rows)
@@ -71,7 +60,7 @@ def test_rows_are_what_the_model_saw_and_wrote(base: BaseModel, tmp_path: Path) 
         assert row.finish_reasons == ("stop" if stopped else "length",)
         assert not set(row.input_ids[start : end - 1]) & chat.stop_ids
         assert stopped or end - start == 12
-    assert not (tmp_path / "out" / "blocks").exists()
+    assert not (tmp_path / "out" / "generation").exists()
 
 
 def test_two_runs_give_the_same_bytes_and_a_seed_changes_them(
@@ -79,22 +68,22 @@ def test_two_runs_give_the_same_bytes_and_a_seed_changes_them(
 ) -> None:
     texts = []
     for name, seed in (("a", 0), ("b", 0), ("c", 1)):
-        settings = DistillSettings(**SETTINGS, seed=seed, prompts=_prompts_file(tmp_path))
-        run_distill(base, _chat(base), settings=settings, output=tmp_path / name)
+        settings = DistillSettings(**SETTINGS, seed=seed, sources=_prompts_file(tmp_path))
+        distill(base, settings=settings, output=tmp_path / name)
         texts.append((tmp_path / name / "conversations.jsonl").read_bytes())
     assert texts[0] == texts[1] != texts[2]
 
 
 def test_finished_data_are_not_made_again(base: BaseModel, tmp_path: Path) -> None:
-    settings = DistillSettings(**SETTINGS, prompts=_prompts_file(tmp_path))
-    run_distill(base, _chat(base), settings=settings, output=tmp_path / "out")
+    settings = DistillSettings(**SETTINGS, sources=_prompts_file(tmp_path))
+    distill(base, settings=settings, output=tmp_path / "out")
     path = tmp_path / "out" / "conversations.jsonl"
     before = path.stat().st_mtime_ns
-    run_distill(base, _chat(base), settings=settings, output=tmp_path / "out")
+    distill(base, settings=settings, output=tmp_path / "out")
     assert path.stat().st_mtime_ns == before
-    other = DistillSettings(**{**SETTINGS, "temperature": 0.5}, prompts=settings.prompts)
+    other = DistillSettings(**{**SETTINGS, "temperature": 0.5}, sources=settings.sources)
     with pytest.raises(InputError, match=r"holds another generation \(temperature 1.0 → 0.5\)"):
-        run_distill(base, _chat(base), settings=other, output=tmp_path / "out")
+        distill(base, settings=other, output=tmp_path / "out")
 
 
 class _Interrupted(Exception):
@@ -105,8 +94,8 @@ class _Interrupted(Exception):
 def test_an_interrupted_run_gives_the_same_bytes(
     base: BaseModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, steps: int
 ) -> None:
-    settings = DistillSettings(**SETTINGS, prompts=_prompts_file(tmp_path))
-    run_distill(base, _chat(base), settings=settings, output=tmp_path / "straight")
+    settings = DistillSettings(**SETTINGS, sources=_prompts_file(tmp_path))
+    distill(base, settings=settings, output=tmp_path / "straight")
     forward, calls = InProcessEngine.generate, 0
 
     def stopping_after(self: InProcessEngine, *args: Any, on_step: Any, **kwargs: Any) -> Any:
@@ -122,8 +111,8 @@ def test_an_interrupted_run_gives_the_same_bytes(
     with monkeypatch.context() as patch:
         patch.setattr(InProcessEngine, "generate", stopping_after)
         with pytest.raises(_Interrupted):
-            run_distill(base, _chat(base), settings=settings, output=tmp_path / "cut")
-    run_distill(base, _chat(base), settings=settings, output=tmp_path / "cut")
+            distill(base, settings=settings, output=tmp_path / "cut")
+    distill(base, settings=settings, output=tmp_path / "cut")
     straight, cut = (
         (tmp_path / name / "conversations.jsonl").read_bytes() for name in ("straight", "cut")
     )
@@ -134,14 +123,14 @@ def test_a_model_that_writes_no_prompts_is_stopped_with_advice(
     base: BaseModel, tmp_path: Path
 ) -> None:
     settings = DistillSettings(**{**SETTINGS, "max_prompt_tokens": 2})
-    with pytest.raises(MedusaTrainError, match=r"0 of 8 prompts .* give a file of prompts"):
-        run_distill(base, _chat(base), settings=settings, output=tmp_path / "out")
+    with pytest.raises(MedusaTrainError, match=r"0 of 20 prompts .* give a file of prompts"):
+        distill(base, settings=settings, output=tmp_path / "out")
 
 
 def test_a_model_writes_its_own_prompts(base: BaseModel, tmp_path: Path) -> None:
     """A random model ends some turns by chance; those become prompts, rendered by the template."""
     settings = DistillSettings(**{**SETTINGS, "max_prompt_tokens": 400, "num_prompts": 16})
-    run_distill(base, _chat(base), settings=settings, output=tmp_path / "out")
+    distill(base, settings=settings, output=tmp_path / "out")
     rows = read_conversations(tmp_path / "out")
     assert rows
     texts = [row.messages[0]["content"] for row in rows]
@@ -153,33 +142,61 @@ def test_a_model_writes_its_own_prompts(base: BaseModel, tmp_path: Path) -> None
 def test_a_template_whose_user_turn_ends_in_text() -> None:
     """No stop id ends the user's turn here, so the template's own words must."""
     base = make_base(template=VICUNA)
-    chat = _chat(base)
+    chat = make_chat(base)
     assert chat.user_end_text.strip() == "ASSISTANT:"
-    from medusa_train.distill.prompts import _end_of_turn, _user_text
-
-    is_end = _end_of_turn(chat)
-    assert is_end is not None
+    turns = UserTurns(chat, DistillSettings())
+    stopping = turns.stopping(4)
+    assert stopping.stop_text == "ASSISTANT:"
+    assert stopping.is_end is not None
     tokens = base.tokenizer("Name a metal. ASSISTANT:", add_special_tokens=False)["input_ids"]
-    assert [is_end(tokens[:n]) for n in range(1, len(tokens) + 1)].index(True) == len(tokens) - 1
-    assert _user_text(Answer(tuple(tokens), "stop"), chat) == ("Name a metal.", None)
+    ends = [stopping.is_end(tokens[:n]) for n in range(1, len(tokens) + 1)]
+    assert ends.index(True) == len(tokens) - 1
+    assert turns.read(Answer(tuple(tokens), "stop")) == ("Name a metal.", None)
 
 
 def test_system_prompt_goes_before_every_prompt(base: BaseModel, tmp_path: Path) -> None:
     settings = DistillSettings(
-        **SETTINGS, prompts=_prompts_file(tmp_path), system_prompt="You are terse."
+        **SETTINGS, sources=_prompts_file(tmp_path), system_prompt="You are terse."
     )
-    run_distill(base, _chat(base), settings=settings, output=tmp_path / "out")
+    distill(base, settings=settings, output=tmp_path / "out")
     for row in read_conversations(tmp_path / "out"):
         assert [message["role"] for message in row.messages] == ["system", "user", "assistant"]
 
 
-def test_no_template_is_refused(tmp_path: Path) -> None:
+def test_chats_without_a_template_are_refused(tmp_path: Path) -> None:
     """Case 15."""
-    base = make_base(template=None)
-    settings = DistillSettings(**SETTINGS, prompts=_prompts_file(tmp_path))
+    path = tmp_path / "chats.jsonl"
+    path.write_text('{"messages": [{"role": "user", "content": "Name a metal."}]}\n')
+    settings = DistillSettings(
+        **{**SETTINGS, "num_prompts": None}, sources=(PromptSource("file", str(path)),)
+    )
     with pytest.raises(InputError, match=r"has no chat template.*data\.chat_template") as failure:
-        run_distill(base, _chat(base), settings=settings, output=tmp_path / "out")
+        distill(make_base(template=None), settings=settings, output=tmp_path / "out")
     assert failure.value.exit_code == 2
+
+
+def test_text_without_a_template_is_continued(tmp_path: Path) -> None:
+    """Case 15: plain text works."""
+    base = make_base(template=None)
+    settings = DistillSettings(**SETTINGS, sources=_prompts_file(tmp_path))
+    distill(base, settings=settings, output=tmp_path / "out")
+    rows = read_conversations(tmp_path / "out")
+    assert len(rows) == 20
+    for number, row in enumerate(rows):
+        [(start, end)] = row.assistant_spans
+        text = f"Name a colour, {number} of them."
+        assert row.input_ids[:start] == make_chat(base).encode_text(text).input_ids
+        assert (row.messages, end) == ((), len(row.input_ids))
+
+
+def test_a_base_model_without_a_template_writes_freely(tmp_path: Path) -> None:
+    base = make_base(template=None)
+    distill(base, settings=DistillSettings(**SETTINGS), output=tmp_path / "out")
+    rows = read_conversations(tmp_path / "out")
+    assert {row.source for row in rows} == {"continuation"}
+    assert {row.assistant_spans[0][0] for row in rows} == {1}
+    assert {row.input_ids[0] for row in rows} == {base.tokenizer.bos_token_id}
+    assert len({row.input_ids for row in rows}) == len(rows) > 15
 
 
 def test_duplicate_prompts_are_dropped_within_and_across_blocks(
@@ -187,9 +204,11 @@ def test_duplicate_prompts_are_dropped_within_and_across_blocks(
 ) -> None:
     path = tmp_path / "p.txt"
     path.write_text("Name a gas.\n" * 3 + "".join(f"{n}\n" for n in range(7)) + "name  a GAS.\n")
-    settings = DistillSettings(**{**SETTINGS, "num_prompts": None}, prompts=str(path))
-    manifest = run_distill(base, _chat(base), settings=settings, output=tmp_path / "out")
-    assert manifest["num_dropped"][filters.DUPLICATE_PROMPT] == 3
+    settings = DistillSettings(
+        **{**SETTINGS, "num_prompts": None}, sources=(PromptSource("file", str(path)),)
+    )
+    manifest = distill(base, settings=settings, output=tmp_path / "out")
+    assert manifest["num_dropped"][EXACT_DUPLICATE] == 3
 
 
 @pytest.mark.parametrize(
@@ -208,8 +227,10 @@ def test_faults_of_answers(answer: Answer, changes: dict[str, Any], fault: str |
     settings = DistillSettings(num_prompts=1, loop_ngram=2, loop_repeats=4)
     from dataclasses import replace
 
-    changed = replace(settings, **changes)
-    assert filters.answer_fault(answer, settings=changed, stop_ids=frozenset({2})) == fault
+    chat = make_chat(make_base())
+    chat.stop_ids = frozenset({2})
+    kept = filters.AnswerFilter(replace(settings, **changes), chat=chat)
+    assert kept.answer_fault(answer) == fault
 
 
 def test_looping_counts_ngrams_over_the_limit() -> None:
@@ -307,8 +328,8 @@ def test_ids_beyond_the_tokenizer_are_never_drawn() -> None:
 def test_progress_says_the_yield(
     base: BaseModel, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    settings = DistillSettings(**SETTINGS, prompts=_prompts_file(tmp_path))
-    run_distill(base, _chat(base), settings=settings, output=tmp_path / "out")
+    settings = DistillSettings(**SETTINGS, sources=_prompts_file(tmp_path))
+    distill(base, settings=settings, output=tmp_path / "out")
     assert "conversations of 20 prompts" in capsys.readouterr().err
     manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
     assert manifest["end_of_turn"]["with"] + manifest["end_of_turn"]["without"] > 0

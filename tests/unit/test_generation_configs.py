@@ -13,7 +13,7 @@ CONFIGS = sorted((ROOT / "data_generation").rglob("*.yaml"))
 
 
 def test_none_is_left_out() -> None:
-    assert [path.stem for path in CONFIGS] == ["smollm2-135m"]
+    assert [path.stem for path in CONFIGS] == ["mixed-prompts", "served-8b", "smollm2-135m"]
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)

@@ -11,7 +11,8 @@ import pytest
 
 from medusa_train.data.chat import ChatTokenizer
 from medusa_train.data.conversations import split_of
-from medusa_train.data.sources import load_conversations_file, load_prompts_file, truncate_rows
+from medusa_train.data.report import Tally
+from medusa_train.data.sources import iterate_prompts, load_conversations_file, truncate_rows
 from medusa_train.errors import InputError, InputErrors
 from tests.tokenizers_for_tests import (
     CHATML_THINK,
@@ -110,11 +111,17 @@ def test_strict_names_every_row():
     assert lines[5] == f"{DIRTY}:10: the row cannot be used: unknown role, got 'narrator' (strict)"
 
 
+def prompts_of(path):
+    tally = Tally()
+    return list(iterate_prompts(path, tally)), tally.report()
+
+
 def test_prompts_keep_user_only_rows(dirty_array):
     for path in (DIRTY, dirty_array):
-        prompts, report = load_prompts_file(path)
-        assert [{"role": "user", "content": "Is anyone there?"}] in prompts
-        assert all(prompt[-1]["role"] == "user" for prompt in prompts)
+        prompts, report = prompts_of(path)
+        messages = [list(prompt.messages) for prompt in prompts]
+        assert [{"role": "user", "content": "Is anyone there?"}] in messages
+        assert all(turns[-1]["role"] == "user" for turns in messages)
         assert report.num_rows == 14
         assert len(prompts) == report.num_kept + report.num_repaired
 
@@ -122,15 +129,28 @@ def test_prompts_keep_user_only_rows(dirty_array):
 def test_prompts_of_other_kinds(tmp_path):
     text = tmp_path / "prompts.txt"
     text.write_bytes(b"\xef\xbb\xbfName a colour.\r\n\n  Name a metal.\n")
-    asked = [[{"role": "user", "content": f"Name a {what}."}] for what in ("colour", "metal")]
-    assert load_prompts_file(text)[0] == asked
+    asked = ["Name a colour.", "Name a metal."]
+    assert [prompt.text for prompt in prompts_of(text)[0]] == asked
     rows = [
         {"turns": ["Name a colour.", "And another?"]},
         {"prompt": "Name a metal.", "completion": "Zinc."},
     ]
-    assert load_prompts_file(write_lines(tmp_path / "x.jsonl", *rows))[0] == asked
-    with pytest.raises(InputError, match=r"no prompts: 1 of 1 rows were dropped \(no turns: 1\)"):
-        load_prompts_file(write_lines(tmp_path / "y.jsonl", {"conversations": []}))
+    prompts, _ = prompts_of(write_lines(tmp_path / "x.jsonl", *rows))
+    assert [prompt.messages for prompt in prompts] == [
+        ({"role": "user", "content": text},) for text in asked
+    ]
+    assert prompts[0].later == ({"role": "user", "content": "And another?"},)
+    prompts, report = prompts_of(write_lines(tmp_path / "y.jsonl", {"conversations": []}))
+    assert not prompts
+    assert report.summary() == "1 of 1 rows were dropped (no turns: 1)"
+
+
+def test_later_turns_of_a_prompt_end_where_they_cannot_be_asked_again(tmp_path):
+    turns = [("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d"), ("tool", "e")]
+    row = {"messages": [{"role": r, "content": c} for r, c in [*turns, ("user", "f")]]}
+    [prompt], _ = prompts_of(write_lines(tmp_path / "x.jsonl", row))
+    assert prompt.messages == ({"role": "user", "content": "a"},)
+    assert prompt.later == ({"role": "user", "content": "c"},)
 
 
 def test_user_only_rows_are_nothing_to_learn(tmp_path):
