@@ -6,8 +6,13 @@ Nothing here or at the top of the command modules may import torch or transforme
 
 from __future__ import annotations
 
+import contextlib
+import importlib.abc
+import importlib.util
 import sys
 from collections.abc import Sequence
+from importlib.machinery import ModuleSpec
+from types import ModuleType
 from typing import Annotated, Any
 
 import typer
@@ -45,6 +50,7 @@ class ErrorGroup(typer.core.TyperGroup):
         **extra: Any,
     ) -> Any:
         """Run the command and exit: 0 done, 1 failed, 2 bad input, 130 interrupted."""
+        keep_stdout_clean()
         try:
             code = super().main(args, prog_name, complete_var, False, windows_expand_args, **extra)
         except MedusaTrainError as error:
@@ -59,6 +65,39 @@ class ErrorGroup(typer.core.TyperGroup):
         if standalone_mode:
             sys.exit(code or 0)
         return code
+
+
+def keep_stdout_clean() -> None:
+    """Let DeepSpeed's log go to stderr: stdout carries results only.
+
+    Where it is installed, other libraries import it at moments of their own, and what it logs from
+    then on goes to what stdout was at that moment.
+    """
+    if "deepspeed" not in sys.modules and not any(isinstance(f, _ToStderr) for f in sys.meta_path):
+        sys.meta_path.insert(0, _ToStderr())
+
+
+class _ToStderr(importlib.abc.MetaPathFinder):
+    """Finds ``deepspeed`` as always, and lets it take stderr for stdout while it is imported."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """The module's own spec, with a loader that redirects."""
+        del path, target
+        if fullname != "deepspeed":
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(fullname)
+        if spec is not None and spec.loader is not None:
+            load = spec.loader.exec_module
+
+            def load_to_stderr(module: ModuleType) -> None:
+                with contextlib.redirect_stdout(sys.stderr):
+                    load(module)
+
+            spec.loader.exec_module = load_to_stderr  # type: ignore[method-assign]
+        return spec
 
 
 def make_app(help_text: str, *, name: str) -> typer.Typer:
