@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
@@ -166,11 +168,18 @@ class _Importer:
         self._chat = chat
         self._max_length = max_length
         self._seen: set[str] = set()
+        # What these were made from: a row that comes again need not be encoded again.
+        self._taken: set[bytes] = set()
         self._shared: dict[int, int] = {}
 
     def take(self, batch: Sequence[tuple[str, Turns | RowRefusedError]]) -> None:
         """Encode some rows, and count the fate of each."""
-        chats = [(at, row) for at, row in batch if isinstance(row, Turns) and row.text is None]
+        known = [isinstance(row, Turns) and _content_key(row) in self._taken for _, row in batch]
+        chats = [
+            (at, row)
+            for (at, row), is_known in zip(batch, known, strict=True)
+            if isinstance(row, Turns) and row.text is None and not is_known
+        ]
         if chats and not self._chat.has_template:
             raise InputError(
                 f"{chats[0][0]}: the row is a chat, and the base model's tokenizer has no chat "
@@ -180,9 +189,12 @@ class _Importer:
         encoded_chats = iter(
             self._chat.encode_conversations([(row.messages, row.tools) for _, row in chats])
         )
-        for location, row in batch:
+        for (location, row), is_known in zip(batch, known, strict=True):
             if isinstance(row, RowRefusedError):
                 self.tally.drop(row.reason, location, detail=row.detail)
+                continue
+            if is_known:
+                self.tally.drop(DUPLICATE, location)
                 continue
             if row.text is not None:
                 self._take_row(location, row, [self._chat.encode_text(row.text)])
@@ -200,6 +212,8 @@ class _Importer:
             self.tally.drop(DUPLICATE, location)
             return
         self._seen.update(row.id for row in kept)
+        if kept:
+            self._taken.add(_content_key(turns))
         limit = self._max_length
         cut = [row if limit is None else truncate(row, limit) for row in kept]
         if not any(cut):
@@ -230,3 +244,8 @@ class _Importer:
             self.tally.note(NO_END_OF_TURN, sum(not end for row in encoded for end in row.ended))
             has_system = turns.messages[0]["role"] == "system"
             self.tally.note(FOLDED, int(has_system and self._chat.template.folds_system))
+
+
+def _content_key(turns: Turns) -> bytes:
+    content = json.dumps([turns.messages, turns.text, turns.tools], default=str)
+    return hashlib.blake2b(content.encode(), digest_size=16).digest()

@@ -373,6 +373,17 @@ def test_notes_are_no_repairs(tmp_path):
     }
 
 
+def test_rows_that_come_again_much_later_are_dropped_too(tmp_path):
+    many = [chat_row("Hi", f"Teal {i % 90}.") for i in range(300)]
+    rows, report = load_conversations_file(write_lines(tmp_path / "x.jsonl", *many), make_chat())
+    assert len(rows) == 90
+    assert report.rows() == [
+        ("kept", "", 90),
+        ("dropped", "same as an earlier row", 210),
+        ("all rows", "", 300),
+    ]
+
+
 def test_equal_rows_are_taken_once(tmp_path):
     path = write_lines(tmp_path / "x.jsonl", *[chat_row("Hi", "Teal.")] * 3)
     rows, report = load_conversations_file(path, make_chat())
