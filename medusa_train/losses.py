@@ -4,11 +4,13 @@ Shapes: N positions, D hidden, V rows of a head's ``lm_head``, K heads.
 
 The logits of K heads over a vocabulary are the memory of head training, so they are never held:
 :func:`chunked_cross_entropy` computes a chunk of rows, its loss and its gradients at once, and
-keeps only the gradients of the hidden states and of the weight.
+keeps only the gradients of the hidden states and of the weight. Labels may be mixed with soft
+targets, the base's own distribution at the target position.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -19,9 +21,11 @@ from torch.autograd.function import once_differentiable
 IGNORE = -100
 """The label of a pair that is not valid: no loss, no gradient, not counted."""
 
-CHUNK_ELEMENTS = 1 << 23
-"""Logits of one chunk when no chunk size is given. Of the sizes tried on a 2-core CPU (2^21 to
-2^26) the fastest: large enough for the products, small enough for the softmax to stay in cache."""
+CHUNK_ELEMENTS = 1 << 25
+"""Logits of one chunk when no chunk size is given: many rows make fast products."""
+
+BLOCK_ELEMENTS = 1 << 21
+"""Elements that a CPU passes over several times before it goes on: they stay in its cache."""
 
 
 def label_offset(k: int) -> int:
@@ -54,15 +58,35 @@ class HeadLoss(NamedTuple):
     ranks: Tensor
 
 
+class Teacher(NamedTuple):
+    """The base's own distribution at a target: ``softmax(adjust(h @ weight.T + bias))``.
+
+    Attributes:
+        weight: [V, D] the base's ``lm_head``, its rows in the order of the head's logits; where
+            these are some rows only, the softmax renormalises over them.
+        bias: [V] or None.
+        share: weight in [0, 1] of this distribution; the label has the rest.
+        adjust: what the base does to its logits [..., V] after ``lm_head``.
+    """
+
+    weight: Tensor
+    bias: Tensor | None
+    share: float
+    adjust: Callable[[Tensor], Tensor]
+
+
 def chunked_cross_entropy(
     hidden_states: Tensor,
     weight: Tensor,
     *,
     labels: Tensor,
     bias: Tensor | None = None,
+    teacher: Teacher | None = None,
+    teacher_states: Tensor | None = None,
     chunk_size: int | None = None,
     compute_dtype: torch.dtype | None = None,
     with_ranks: bool = False,
+    num_candidates: int | None = None,
 ) -> HeadLoss:
     """Summed cross-entropy of ``softmax(hidden_states @ weight.T + bias)`` against ``labels``.
 
@@ -71,22 +95,32 @@ def chunked_cross_entropy(
         weight: [V, D] the head's ``lm_head``.
         labels: [N] int64 true tokens; every one in [0, V).
         bias: [V] or None.
+        teacher: gives soft targets, mixed with the labels; None for the labels alone.
+        teacher_states: [N, D] the base's hidden state at the token before each row's target.
         chunk_size: rows whose logits exist at one time; None chooses by V.
         compute_dtype: dtype of the matrix products; None is that of ``hidden_states``. The softmax
             and the sums are fp32 (or fp64 for fp64 input).
         with_ranks: whether to count, per row, the tokens that come before the true one.
+        num_candidates: how many of the V logits, from the first, stand for tokens and have a rank;
+            None is all.
 
     Returns:
         The loss sum and, if asked for, the ranks.
     """
+    if not torch.is_grad_enabled():
+        # A Function computes what its inputs ask for, whether or not anyone will read it.
+        hidden_states, weight = hidden_states.detach(), weight.detach()
+        bias = None if bias is None else bias.detach()
     loss_sum, ranks = _ChunkedCrossEntropy.apply(  # type: ignore[no-untyped-call]
         hidden_states,
         weight,
         bias,
         labels,
+        teacher,
+        teacher_states,
         chunk_size or default_chunk_size(weight.shape[0]),
         compute_dtype or hidden_states.dtype,
-        with_ranks,
+        (num_candidates or weight.shape[0]) if with_ranks else 0,
     )
     return HeadLoss(loss_sum, ranks)
 
@@ -123,40 +157,47 @@ class _ChunkedCrossEntropy(Function):
         weight: Tensor,
         bias: Tensor | None,
         labels: Tensor,
+        teacher: Teacher | None,
+        teacher_states: Tensor | None,
         chunk_size: int,
         compute_dtype: torch.dtype,
-        with_ranks: bool,
+        num_ranked: int,
     ) -> tuple[Tensor, Tensor]:
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         accumulate = torch.float64 if hidden_states.dtype == torch.float64 else torch.float32
         x = hidden_states.detach().to(compute_dtype)
         w = weight.detach().to(compute_dtype)
-        num_rows, vocab_size = x.shape[0], w.shape[0]
+        (num_rows, _), vocab_size = x.shape, w.shape[0]
         grad_hidden = torch.zeros_like(x, dtype=accumulate) if needs_hidden else None
         grad_weight = torch.zeros_like(w, dtype=accumulate) if needs_weight else None
         grad_bias = w.new_zeros(vocab_size, dtype=accumulate) if needs_bias else None
         loss_sum = x.new_zeros((), dtype=accumulate)
-        ranks = []
+        ranks: list[Tensor] = []
         # One buffer for all chunks: a fresh one a chunk costs more in page faults than its softmax.
-        buffer = x.new_empty((min(chunk_size, num_rows), vocab_size), dtype=accumulate)
+        buffer = x.new_empty((min(chunk_size, num_rows), vocab_size))
+        targets = None
+        if teacher is not None:
+            assert teacher_states is not None
+            targets = _SoftTargets(teacher, teacher_states, torch.empty_like(buffer))
         for start in range(0, num_rows, chunk_size):
-            rows = slice(start, start + chunk_size)
-            logits = buffer[: x[rows].shape[0]]
-            logits.copy_(x[rows] @ w.T)
-            if bias is not None:
-                logits += bias.detach()
-            if with_ranks:
-                ranks.append(ranks_of(logits, labels[rows]))
-            loss_sum += _softmax_minus_onehot(logits, labels[rows])
-            if not (needs_hidden or needs_weight or needs_bias):
-                continue
-            grad_logits = logits.to(compute_dtype)
+            rows = slice(start, min(start + chunk_size, num_rows))
+            logits = torch.mm(x[rows], w.T, out=buffer[: rows.stop - start])
+            if targets is not None:
+                targets.read(rows)
+            loss_sum += _logits_to_gradient(
+                logits,
+                labels[rows],
+                bias=None if bias is None else bias.detach(),
+                grad_bias=grad_bias,
+                targets=targets,
+                ranks=ranks,
+                num_ranked=num_ranked,
+                dtype=accumulate,
+            )
             if grad_hidden is not None:
-                grad_hidden[rows] = (grad_logits @ w).to(accumulate)
+                grad_hidden[rows] = logits @ w
             if grad_weight is not None:
-                grad_weight += grad_logits.T @ x[rows]
-            if grad_bias is not None:
-                grad_bias += logits.sum(dim=0)
+                _add_product(grad_weight, logits, x[rows])
         ctx.save_for_backward(grad_hidden, grad_weight, grad_bias)
         ctx.dtypes = (hidden_states.dtype, weight.dtype, None if bias is None else bias.dtype)
         all_ranks = torch.cat(ranks) if ranks else labels.new_empty(0)
@@ -172,16 +213,84 @@ class _ChunkedCrossEntropy(Function):
             None if saved is None else saved.mul_(scale).to(dtype)
             for saved, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
         ]
-        return (*scaled, None, None, None, None)
+        return (*scaled, *[None] * 6)
 
 
-def _softmax_minus_onehot(logits: Tensor, labels: Tensor) -> Tensor:
-    """Turn logits [n, V] in place into their gradient; return the summed cross-entropy []."""
-    logits -= logits.amax(dim=1, keepdim=True)
-    true = logits.gather(1, labels[:, None])
-    logits.exp_()
-    total = logits.sum(dim=1, keepdim=True)
-    loss = (total.log() - true).sum()
-    logits /= total
-    logits.scatter_add_(1, labels[:, None], torch.full_like(true, -1.0))
+class _SoftTargets:
+    """The teacher's distributions of one chunk at a time; their logits lie in one buffer."""
+
+    def __init__(self, teacher: Teacher, states: Tensor, buffer: Tensor) -> None:
+        self.share = teacher.share
+        self._teacher = teacher
+        self._states = states.detach().to(buffer.dtype)
+        self._weight = teacher.weight.detach().to(buffer.dtype)
+        self._logits = self._buffer = buffer
+
+    def read(self, rows: slice) -> None:
+        """Compute the logits of a chunk."""
+        out = self._buffer[: rows.stop - rows.start]
+        self._logits = torch.mm(self._states[rows], self._weight.T, out=out)
+
+    def probabilities(self, rows: slice, *, dtype: torch.dtype) -> Tensor:
+        """[n, V] of some rows of the chunk."""
+        logits = self._logits[rows].to(dtype)
+        if self._teacher.bias is not None:
+            logits = logits + self._teacher.bias
+        return torch.softmax(self._teacher.adjust(logits), dim=1)
+
+
+def _logits_to_gradient(
+    logits: Tensor,
+    labels: Tensor,
+    *,
+    bias: Tensor | None,
+    grad_bias: Tensor | None,
+    targets: _SoftTargets | None,
+    ranks: list[Tensor],
+    num_ranked: int,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Turn logits [n, V] in place into their gradient; return the summed cross-entropy [].
+
+    The softmax and the sums are of ``dtype``; ``grad_bias`` and ``ranks`` are added to. The first
+    ``num_ranked`` logits have a rank.
+    """
+    loss = logits.new_zeros((), dtype=dtype)
+    soft_share = 0.0 if targets is None else targets.share
+    for rows in _blocks(logits):
+        values = logits[rows].to(dtype)
+        if bias is not None:
+            values = values + bias
+        if num_ranked:
+            ranks.append(ranks_of(values[:, :num_ranked], labels[rows]))
+        log_probs = torch.log_softmax(values, dim=1)
+        true = labels[rows, None]
+        loss -= (1.0 - soft_share) * log_probs.gather(1, true).sum()
+        if targets is None:
+            gradient = log_probs.exp_()
+        else:
+            soft = targets.probabilities(rows, dtype=dtype)
+            loss -= soft_share * torch.dot(soft.view(-1), log_probs.view(-1))
+            gradient = log_probs.exp_().sub_(soft, alpha=soft_share)
+        gradient.scatter_add_(1, true, torch.full_like(true, soft_share - 1.0, dtype=dtype))
+        if grad_bias is not None:
+            grad_bias += gradient.sum(dim=0)
+        logits[rows] = gradient
     return loss
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """``total`` [V, D] += left.T @ right, for [n, V] and [n, D]."""
+    if total.dtype == left.dtype:
+        total.addmm_(left.T, right)
+        return
+    for rows in _blocks(total):
+        total[rows] += (left[:, rows].T @ right).to(total.dtype)
+
+
+def _blocks(matrix: Tensor) -> Iterator[slice]:
+    """Slices of the rows of a matrix [n, m]: what a CPU's cache holds, elsewhere all of them."""
+    num_rows, width = matrix.shape
+    step = max(1, BLOCK_ELEMENTS // width) if matrix.device.type == "cpu" else max(1, num_rows)
+    for start in range(0, num_rows, step):
+        yield slice(start, start + step)

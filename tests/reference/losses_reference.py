@@ -50,3 +50,45 @@ def medusa1_loss(
         if terms:
             loss += decay ** (k + 1) * sum(terms) / len(terms)
     return loss
+
+
+def mixed_loss_and_gradients(
+    x: list[list[float]],
+    w: list[list[float]],
+    b: list[float],
+    labels: list[int],
+    *,
+    teacher_logits: list[list[float]],
+    share: float,
+) -> tuple[float, list[list[float]], list[list[float]], list[float]]:
+    """Σ over rows of (1 - share) · CE(label) + share · CE(teacher), and d/dx, d/dw, d/db.
+
+    x [N][D], w [V][D], b [V], teacher_logits [N][V]. With p the head's distribution and q the
+    mixed target, the gradient of a row's logits is p - q.
+    """
+    loss = 0.0
+    dx = [[0.0] * len(x[0]) for _ in x]
+    dw = [[0.0] * len(x[0]) for _ in w]
+    db = [0.0] * len(w)
+    for i, row in enumerate(x):
+        logits = [
+            b[v] + sum(left * right for left, right in zip(row, w[v], strict=True))
+            for v in range(len(w))
+        ]
+        target = [share * q for q in softmax(teacher_logits[i])]
+        target[labels[i]] += 1 - share
+        for v, p in enumerate(softmax(logits)):
+            loss += target[v] * cross_entropy(logits, v)
+            slope = p - target[v]
+            db[v] += slope
+            for d in range(len(row)):
+                dx[i][d] += slope * w[v][d]
+                dw[v][d] += slope * row[d]
+    return loss, dx, dw, db
+
+
+def softmax(logits: list[float]) -> list[float]:
+    """exp(z) ÷ Σ exp(z)."""
+    greatest = max(logits)
+    powers = [math.exp(value - greatest) for value in logits]
+    return [power / sum(powers) for power in powers]

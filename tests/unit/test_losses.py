@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 
 from medusa_train.losses import (
+    CHUNK_ELEMENTS,
+    Teacher,
     chunked_cross_entropy,
     default_chunk_size,
     head_weights,
@@ -63,6 +65,71 @@ def test_gradients_equal_autograd(chunk_size: int) -> None:
         torch.testing.assert_close(ours, theirs, atol=1e-10, rtol=1e-10)
 
 
+def _soft_case(dtype: torch.dtype) -> tuple[tuple[Tensor, ...], Teacher, Tensor]:
+    """7 rows, 11 logits that are some of the base's 16, a bias and a soft cap in the base."""
+    inputs = _inputs(7, 11, 5, dtype)
+    token_map = torch.tensor([0, 1, 3, 4, 6, 8, 9, 11, 12, 14, 15])
+    lm_head, lm_bias = torch.randn(16, 5, dtype=dtype), torch.randn(16, dtype=dtype)
+    teacher = Teacher(lm_head[token_map], lm_bias[token_map], 0.3, _cap)
+    return inputs, teacher, torch.randn(7, 5, dtype=dtype)
+
+
+def _cap(logits: Tensor) -> Tensor:
+    return 2.0 * torch.tanh(logits / 2.0)
+
+
+@pytest.mark.parametrize("chunk_size", [1, 3, 7, None])
+@pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-6), (torch.float32, 1e-5)])
+def test_soft_targets_equal_plain_loops(
+    chunk_size: int | None, share: float, dtype: torch.dtype, tolerance: float
+) -> None:
+    (x, w, b, labels), teacher, states = _soft_case(dtype)
+    teacher = teacher._replace(share=share)
+    loss, ranks = chunked_cross_entropy(
+        x,
+        w,
+        labels=labels,
+        bias=b,
+        teacher=teacher,
+        teacher_states=states,
+        chunk_size=chunk_size,
+        with_ranks=True,
+    )
+    assert teacher.bias is not None
+    expected = reference.mixed_loss_and_gradients(
+        x.tolist(),
+        w.tolist(),
+        b.tolist(),
+        labels.tolist(),
+        teacher_logits=_cap(states @ teacher.weight.T + teacher.bias).tolist(),
+        share=share,
+    )
+    assert loss.item() == pytest.approx(expected[0], rel=tolerance)
+    for ours, theirs in zip(torch.autograd.grad(loss, (x, w, b)), expected[1:], strict=True):
+        torch.testing.assert_close(
+            ours, torch.tensor(theirs, dtype=dtype), atol=tolerance, rtol=tolerance
+        )
+    assert torch.equal(ranks, ranks_of((x @ w.T + b).detach(), labels))
+
+
+def test_soft_targets_of_the_whole_block_equal_those_of_parts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (x, w, b, labels), teacher, states = _soft_case(torch.float64)
+
+    def gradients() -> tuple[Tensor, ...]:
+        out = chunked_cross_entropy(
+            x, w, labels=labels, bias=b, teacher=teacher, teacher_states=states
+        )
+        return (out.loss_sum, *torch.autograd.grad(out.loss_sum, (x, w, b)))
+
+    whole = gradients()
+    monkeypatch.setattr("medusa_train.losses.BLOCK_ELEMENTS", 23)
+    for ours, theirs in zip(gradients(), whole, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-12, rtol=1e-12)
+
+
 def test_frozen_weight_gets_no_gradient() -> None:
     x, w, _, labels = _inputs(4, 6, 3)
     loss = chunked_cross_entropy(x, w.detach(), labels=labels).loss_sum
@@ -92,9 +159,23 @@ def test_bf16_products_are_close_to_fp32() -> None:
     assert torch.nn.functional.cosine_similarity(ours.flatten(), theirs.flatten(), dim=0) > 0.999
 
 
+@pytest.mark.parametrize("compute_dtype", [torch.float32, torch.bfloat16])
+def test_a_hopeless_row_has_its_exact_loss(compute_dtype: torch.dtype) -> None:
+    """The true token's probability is no number of fp32, but its logarithm is."""
+    w = torch.tensor([[200.0], [-200.0]], requires_grad=True)
+    x = torch.ones(1, 1, requires_grad=True)
+    loss = chunked_cross_entropy(
+        x, w, labels=torch.tensor([1]), compute_dtype=compute_dtype
+    ).loss_sum
+    loss.backward()
+    assert loss.item() == 400.0
+    assert x.grad is not None
+    assert x.grad.item() == 400.0
+
+
 def test_default_chunk_is_bounded_by_the_logits() -> None:
     for vocab_size in (1, 8_192, 49_152, 256_000):
-        assert default_chunk_size(vocab_size) * vocab_size <= 1 << 23
+        assert default_chunk_size(vocab_size) * vocab_size <= CHUNK_ELEMENTS
     assert default_chunk_size(1 << 30) == 1
 
 
