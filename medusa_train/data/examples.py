@@ -31,8 +31,15 @@ class ValidPairs:
     labels: Tensor
     spans: Tensor
 
-    def trained(self) -> ValidPairs:
-        """Only the positions with at least one valid pair (a span's last one has none)."""
+    def trained(self, *, with_last: bool = False) -> ValidPairs:
+        """Only the positions with at least one valid pair (a span's last one has none).
+
+        Args:
+            with_last: keep the last one too: the base's state there is the teacher's of the last
+                target. The rows of a span are then all its positions, one after another.
+        """
+        if with_last:
+            return self
         keep = (self.labels != IGNORE).any(dim=1)
         return ValidPairs(self.positions[keep], self.labels[keep], self.spans[keep])
 

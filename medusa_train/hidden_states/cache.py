@@ -57,6 +57,7 @@ def build_cache(
     *,
     directory: Path,
     fingerprint: str,
+    with_last: bool = False,
 ) -> None:
     """Compute the states of all conversations that ``directory`` does not have yet.
 
@@ -66,8 +67,10 @@ def build_cache(
         directory: of the cache.
         fingerprint: of the base, its dtype and the conversations; shards of another one are
             thrown away.
+        with_last: with each span's last source position, as soft targets need it; a cache with
+            them must have another fingerprint.
     """
-    plan = plan_shards(conversations)
+    plan = plan_shards(conversations, with_last=with_last)
     total = sum(shard.offsets[-1] for shard in plan)
     num_bytes = total * output_projection(model)[0].shape[1] * 2
     log(f"hidden states: {total:,} positions, {num_bytes / 2**20:,.1f} MiB as bf16")
@@ -77,28 +80,29 @@ def build_cache(
     with progress("hidden states", total, done=done) as bar:
         for shard in missing:
             rows = conversations[shard.first : shard.first + len(shard.offsets) - 1]
-            states = _compute(model, rows)
+            states = _compute(model, rows, with_last=with_last)
             with atomic_path(directory / shard.name) as temporary:
                 save_file({STATES: states}, temporary)
             bar.update(len(states), detail="positions")
     _write_manifest(directory, fingerprint, is_complete=True)
 
 
-def plan_shards(conversations: Sequence[Conversation]) -> list[Shard]:
+def plan_shards(conversations: Sequence[Conversation], *, with_last: bool = False) -> list[Shard]:
     """Which conversations go into which file; the same data gives the same plan."""
     shards: list[Shard] = []
     first, offsets = 0, [0]
     for index, row in enumerate(conversations):
-        offsets.append(offsets[-1] + num_source_positions(row))
+        offsets.append(offsets[-1] + num_source_positions(row, with_last=with_last))
         if offsets[-1] >= SHARD_POSITIONS or index == len(conversations) - 1:
             shards.append(Shard(f"{len(shards):05d}.safetensors", first, tuple(offsets)))
             first, offsets = index + 1, [0]
     return shards
 
 
-def num_source_positions(row: Conversation) -> int:
-    """Positions of a row with at least one valid pair: all but the last two tokens of each span."""
-    return sum(max(0, end - 1 - max(start, 1)) for start, end in row.assistant_spans)
+def num_source_positions(row: Conversation, *, with_last: bool = False) -> int:
+    """Positions of a row with at least one valid pair, or also each span's last source position."""
+    left_out = 0 if with_last else 1
+    return sum(max(0, end - left_out - max(start, 1)) for start, end in row.assistant_spans)
 
 
 def is_complete(directory: Path, *, fingerprint: str) -> bool:
@@ -115,6 +119,13 @@ class CachedExamples(Dataset[dict[str, Tensor]]):
 
     The shards are mapped, not read: what fits stays in the page cache, the rest on disk.
 
+    Args:
+        conversations: those that the cache was built from, in their order.
+        directory: of the cache.
+        fingerprint: that the cache must have.
+        num_heads: K.
+        with_last: as the cache was built.
+
     Raises:
         InputError: the cache is not whole, or of another base, dtype or data set.
     """
@@ -126,6 +137,7 @@ class CachedExamples(Dataset[dict[str, Tensor]]):
         directory: Path,
         fingerprint: str,
         num_heads: int,
+        with_last: bool = False,
     ) -> None:
         if not is_complete(directory, fingerprint=fingerprint):
             raise InputError(
@@ -134,8 +146,9 @@ class CachedExamples(Dataset[dict[str, Tensor]]):
             )
         self.conversations = conversations
         self.num_heads = num_heads
+        self.with_last = with_last
         self._directory = directory
-        self._plan = plan_shards(conversations)
+        self._plan = plan_shards(conversations, with_last=with_last)
         self._where = [
             (shard_index, shard.offsets[i], shard.offsets[i + 1])
             for shard_index, shard in enumerate(self._plan)
@@ -149,7 +162,8 @@ class CachedExamples(Dataset[dict[str, Tensor]]):
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         row = self.conversations[index]
         shard, start, end = self._where[index]
-        pairs = valid_pairs(row.input_ids, row.assistant_spans, num_heads=self.num_heads).trained()
+        pairs = valid_pairs(row.input_ids, row.assistant_spans, num_heads=self.num_heads)
+        pairs = pairs.trained(with_last=self.with_last)
         states: Tensor = self._shard(shard).get_slice(STATES)[start:end]  # type: ignore[no-untyped-call]
         return {"hidden_states": states, "labels": pairs.labels}
 
@@ -173,12 +187,10 @@ def collate_cached(items: Sequence[Batch]) -> dict[str, Tensor]:
     return {key: torch.cat([item[key] for item in items]) for key in ("hidden_states", "labels")}
 
 
-def _compute(model: PreTrainedModel, rows: Sequence[Conversation]) -> Tensor:
+def _compute(model: PreTrainedModel, rows: Sequence[Conversation], *, with_last: bool) -> Tensor:
     """[N, D] bf16 states of the rows' source positions, in the order of the rows."""
-    positions = [
-        valid_pairs(row.input_ids, row.assistant_spans, num_heads=1).trained().positions
-        for row in rows
-    ]
+    pairs = [valid_pairs(row.input_ids, row.assistant_spans, num_heads=1) for row in rows]
+    positions = [pair.trained(with_last=with_last).positions for pair in pairs]
     # What stands behind the last source position is not needed, so it is not computed.
     needed = [
         row.input_ids[: int(index[-1]) + 1] if len(index) else row.input_ids[:1]

@@ -41,18 +41,28 @@ class OnlineHiddenStates:
 
 
 class OnlineExamples(Dataset[dict[str, Tensor]]):
-    """One conversation per item: ``input_ids`` [T], ``positions`` [N] and ``labels`` [N, K]."""
+    """One conversation per item: ``input_ids`` [T], ``positions`` [N] and ``labels`` [N, K].
 
-    def __init__(self, conversations: Sequence[Conversation], *, num_heads: int) -> None:
+    Args:
+        conversations: the text.
+        num_heads: K.
+        with_last: with each span's last source position, as soft targets need it.
+    """
+
+    def __init__(
+        self, conversations: Sequence[Conversation], *, num_heads: int, with_last: bool = False
+    ) -> None:
         self.conversations = conversations
         self.num_heads = num_heads
+        self.with_last = with_last
 
     def __len__(self) -> int:
         return len(self.conversations)
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         row = self.conversations[index]
-        pairs = valid_pairs(row.input_ids, row.assistant_spans, num_heads=self.num_heads).trained()
+        pairs = valid_pairs(row.input_ids, row.assistant_spans, num_heads=self.num_heads)
+        pairs = pairs.trained(with_last=self.with_last)
         return {
             "input_ids": torch.tensor(row.input_ids),
             "positions": pairs.positions,
