@@ -46,6 +46,8 @@ class ScriptedServer:
         delay: seconds that each answer takes.
         refused_fields: fields that it answers with 422, besides its style's.
         max_model_len: what it says of its model.
+        owner: whose it says it is; None: its style's.
+        fixed_temperature: with which it draws, whatever it is sent.
     """
 
     def __init__(
@@ -62,6 +64,8 @@ class ScriptedServer:
         delay: float = 0.0,
         refused_fields: frozenset[str] = frozenset(),
         max_model_len: int | None = None,
+        owner: str | None = None,
+        fixed_temperature: float | None = None,
     ) -> None:
         self.tokenizer = tokenizer
         self.stop_id = stop_id
@@ -73,6 +77,8 @@ class ScriptedServer:
         self.delay = delay
         self.refused_fields = refused_fields
         self.max_model_len = max_model_len
+        self.owner = owner or style
+        self.fixed_temperature = fixed_temperature
         self.lock = threading.Lock()
         self.requests: list[tuple[str, dict[str, Any], dict[str, str]]] = []
         self.num_running = self.most_running = 0
@@ -182,7 +188,7 @@ class _Handler(BaseHTTPRequestHandler):
             else:
                 self._send(404, {"detail": "Not Found"})
             return
-        entry: dict[str, Any] = {"object": "model", "owned_by": script.style}
+        entry: dict[str, Any] = {"object": "model", "owned_by": script.owner}
         if script.max_model_len is not None:
             entry["max_model_len"] = script.max_model_len
         self._send(200, {"object": "list", "data": [{"id": m, **entry} for m in script.models]})
@@ -271,6 +277,8 @@ class _Handler(BaseHTTPRequestHandler):
         options = body.get("parameters", body)
         limit = options.get("max_tokens", options.get("max_new_tokens"))
         draws = options.get("temperature", 0.0) > 0
+        if script.fixed_temperature is not None:
+            draws = script.fixed_temperature > 0
         ids = script.answer_ids(
             prompt, seed=options.get("seed") if draws else None, max_tokens=limit
         )

@@ -38,6 +38,7 @@ class ServerForm:
         style: how it is asked.
         gives_ids: whether its answers hold token ids.
         takes_seed: whether it may be sent a seed.
+        draws: whether a temperature makes it draw; else it always takes the likeliest token.
         owner: what it says it is (``vllm``, ``sglang``), or nothing.
         max_length: the most positions of prompt and answer together, where it says so.
     """
@@ -46,6 +47,7 @@ class ServerForm:
     style: Literal["ids", "text", "transformers", "tgi"]
     gives_ids: bool
     takes_seed: bool = True
+    draws: bool = True
     owner: str = ""
     max_length: int | None = None
 

@@ -9,6 +9,7 @@ from http import HTTPStatus
 from typing import Any, Literal
 
 from medusa_train.console import log, warn
+from medusa_train.distill.sampling import Sampling
 from medusa_train.distill.server_api import (
     SGLANG,
     Reply,
@@ -21,6 +22,8 @@ from medusa_train.distill.server_api import (
 from medusa_train.distill.server_http import BUSY, AttemptError, Http
 from medusa_train.errors import InputError, InputErrors, MedusaTrainError
 
+# Answers that are drawn so are not alike by chance.
+_DRAWN_TOKENS, _DRAWN_SAMPLING = 8, Sampling(2.0)
 # How `transformers serve` refuses a field, and nobody else.
 _TRANSFORMERS_REFUSAL = "Unexpected fields in the request"
 
@@ -54,6 +57,8 @@ def probe(http: Http, *, url: str, needs: Needs) -> ServerForm:
     """
     form = _model(http, url=url, model=needs.model)
     form, refusal = _style(http, form, url=url, request=needs.request)
+    if form.style == "transformers":
+        form = replace(form, draws=_draws(http, form, url=url, request=needs.request))
     if needs.exact_ids and not (form.style == "ids" and form.gives_ids):
         what = "gives no token ids" if form.style == "ids" else f"takes no token ids ({refusal})"
         raise InputError(
@@ -199,6 +204,31 @@ def _try(http: Http, form: ServerForm, *, url: str, request: Request) -> tuple[R
         raise
 
 
+def _draws(http: Http, form: ServerForm, *, url: str, request: Request) -> bool:
+    """Whether `transformers serve` draws; with continuous batching its first request decides.
+
+    Raises:
+        InputError: it draws even at temperature 0.
+    """
+    stopping = replace(request.stopping, max_new_tokens=_DRAWN_TOKENS)
+    request = replace(request, stopping=stopping, num_logprobs=None)
+
+    def is_drawn(sampling: Sampling) -> bool:
+        requests = [replace(request, sampling=sampling, seed=seed) for seed in (1, 2)]
+        texts = set()
+        for one in requests:
+            response = http.send(url, path_of(form), body=body_of(form, one))
+            texts.add(reply_of(form, http.json(response, url=url), one, url=url).text)
+        return len(texts) > 1
+
+    if is_drawn(request.sampling):
+        raise InputError(
+            f"{url}: draws at temperature 0, since with continuous batching `transformers serve` "
+            "keeps the sampling of its first request; start it anew"
+        )
+    return is_drawn(_DRAWN_SAMPLING)
+
+
 def _is_refusal(status: int) -> bool:
     """Whether a status says that the request is wrong, rather than its moment."""
     client_error = HTTPStatus.BAD_REQUEST <= status < HTTPStatus.INTERNAL_SERVER_ERROR
@@ -214,6 +244,12 @@ def check_sampling(form: ServerForm, request: Request, *, url: str) -> None:
     sampling = request.sampling
     if form.style == "text" and sampling.top_k and sampling.temperature > 0:
         raise InputError(f"{url}: cannot draw with top_k {sampling.top_k}; set it to 0")
+    if sampling.temperature > 0 and not form.draws:
+        raise InputError(
+            f"{url}: takes the likeliest token at any temperature, since with continuous batching "
+            "`transformers serve` keeps the sampling of its first request; start it without, or "
+            f"set temperature to 0, got {sampling.temperature}"
+        )
     after_temperature = form.owner == SGLANG and sampling.temperature not in {0.0, 1.0}
     if request.num_logprobs is not None and after_temperature:
         raise InputError(

@@ -468,14 +468,39 @@ def test_text_servers_are_sent_what_they_know(
         "model", "prompt", "max_tokens", "temperature", "top_p", "seed",
     }  # fmt: skip
     assert set(strict.prompts[0]) == set(plain.prompts[0]) - {"seed"}
-    assert set(serve.prompts[0]) == {*plain.prompts[0], "generation_config"}
-    assert '"do_sample": true' in serve.prompts[0]["generation_config"]
+    assert set(serve.prompts[-1]) == {*plain.prompts[0], "generation_config"}
+    assert '"do_sample": true' in serve.prompts[-1]["generation_config"]
     assert tgi.prompts[0]["parameters"] == {
         "max_new_tokens": 9, "do_sample": True, "details": True, "return_full_text": False,
         "seed": 7, "temperature": 0.7, "top_p": 0.9,
     }  # fmt: skip
     with pytest.raises(InputError, match="cannot draw with top_k 5"):
         ask(make(plain), chat, sampling=Sampling(0.7, 1.0, 5))
+
+
+def test_sampling_that_a_server_does_not_follow_is_refused(
+    server: Server, make: Make, chat: ChatTokenizer
+) -> None:
+    """`transformers serve` keeps the sampling of its first request with continuous batching."""
+    with pytest.raises(InputError, match="draws at temperature 0"):
+        make(server(style="transformers", fixed_temperature=1.0))
+    one = server(style="transformers", fixed_temperature=0.0)
+    writer = make(one)
+    assert ask(writer, chat) == expected(one, chat, retokenised=True)
+    with pytest.raises(InputError, match=r"likeliest token at any temperature.*got 0\.7"):
+        ask(writer, chat, sampling=Sampling(0.7))
+
+
+def test_sglang_gives_log_probabilities_after_temperature(
+    server: Server, make: Make, chat: ChatTokenizer
+) -> None:
+    one = server(owner="sglang")
+    writer = make(one, teacher=Teacher("top", 4))
+    for temperature in (0.0, 1.0):
+        assert isinstance(ask(writer, chat, sampling=Sampling(temperature)), Answer)
+    with pytest.raises(InputError, match=r"SGLang gives log-probabilities after temperature"):
+        ask(writer, chat, sampling=Sampling(0.7))
+    assert isinstance(ask(writer, chat, sampling=Sampling(0.7), with_teacher=False), Answer)
 
 
 def test_an_answer_without_ids_is_tokenised_where_that_is_allowed(
