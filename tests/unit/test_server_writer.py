@@ -59,7 +59,7 @@ def make(chat: ChatTokenizer) -> Iterator[Make]:
             "chat": chat,
             "model": None,
             "concurrency": 4,
-            "timeout": 0.4,
+            "timeout": 10.0,
             "max_retries": 2,
             "exact_ids": False,
             "api_key_env": "TEST_SERVER_KEY",
@@ -157,7 +157,7 @@ def test_a_fault_once_costs_a_try_and_nothing_else(
     server: Server, make: Make, chat: ChatTokenizer, fault: str
 ) -> None:
     one = server(faults={"metal": [fault]})
-    writer = make(one, exact_ids=True)
+    writer = make(one, exact_ids=True, timeout=0.3 if fault == "hang" else 10.0)
     assert ask(writer, chat) == expected(one, chat)
     assert len(one.prompts) == 2
 
@@ -178,7 +178,7 @@ def test_a_lasting_fault_fails_that_prompt_with_its_reason(
     server: Server, make: Make, chat: ChatTokenizer, fault: str, reason: str
 ) -> None:
     one = server(faults={"metal": itertools.repeat(fault)})
-    writer = make(one, exact_ids=True)
+    writer = make(one, exact_ids=True, timeout=0.3 if fault == "hang" else 10.0)
     metal, gas = ask_all(writer, chat, ["Name a metal.", "Name a gas."])
     assert isinstance(metal, Failure)
     assert metal.reason == reason
