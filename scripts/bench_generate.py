@@ -163,8 +163,8 @@ def main() -> None:
     )
     searched = [
         bench.library(dtype, rows=rows, prompts=bench.prompts[: max(rows, len(some))])
-        for dtype in DTYPES
-        for rows in STATIC_ROWS
+        for dtype in options.search_dtypes
+        for rows in options.search_rows
     ]
     best = max(searched, key=lambda result: result.rate)
     static = bench.library(best.dtype, rows=best.rows, prompts=bench.prompts)
@@ -199,6 +199,8 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--model", default="models/SmolLM2-135M-Instruct")
     parser.add_argument("--prompts", type=int, default=256)
     parser.add_argument("--search-prompts", type=int, default=64)
+    parser.add_argument("--search-rows", type=int, nargs="+", default=STATIC_ROWS)
+    parser.add_argument("--search-dtypes", choices=DTYPES, nargs="+", default=DTYPES)
     parser.add_argument("--single-prompts", type=int, default=8)
     parser.add_argument("--rows", type=int, nargs="+", default=[128, 256])
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
