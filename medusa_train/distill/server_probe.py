@@ -103,7 +103,10 @@ def probe_all(http: Http, *, urls: Sequence[str], needs: Needs) -> dict[str, Ser
         raise MedusaTrainError(f"no server answers: {'; '.join(missing)}")
     if len({form.model for form in forms.values()}) > 1:
         listed = ", ".join(f"{url}: {form.model}" for url, form in forms.items())
-        raise InputError(f"the servers serve different models ({listed}); say which (model)")
+        raise InputError(
+            f"the servers serve different models ({listed}); say which one "
+            "(data.distill.server.model)"
+        )
     for detail in missing:
         warn(f"{detail}; going on without this server, which is tried again")
     return forms
@@ -135,7 +138,7 @@ def _model(http: Http, *, url: str, model: str | None) -> ServerForm:
     listed = {str(entry["id"]): entry for entry in entries}
     if model is None and len(listed) != 1:
         has = f"serves several models ({', '.join(listed)})" if listed else "lists no model"
-        raise InputError(f"{url}: {has}; say which one (model)")
+        raise InputError(f"{url}: {has}; say which one (data.distill.server.model)")
     chosen = next(iter(listed)) if model is None else model
     entry = listed.get(chosen, {})
     longest = entry.get("max_model_len")
