@@ -1,7 +1,8 @@
-"""Per-head counts that add over batches and over ranks. Pure tensors."""
+"""Per-head counts that add over batches and over ranks, and the decoder's walk. Pure tensors."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -70,3 +71,32 @@ class HeadCounts:
 def hits_from_ranks(ranks: Tensor) -> Tensor:
     """[len(LOGGED_TOP_K)] how many of the ranks [N] are below each logged n."""
     return torch.stack([(ranks < top).sum() for top in LOGGED_TOP_K]).double()
+
+
+def leading_hits(is_hit: Tensor) -> Tensor:
+    """[N] int64 how many heads in a row, from the first one, are right: is_hit [N, K] bool.
+
+    This is what a top-1 chain gets accepted when a decoder stands on the position.
+    """
+    return is_hit.long().cumprod(dim=1).sum(dim=1)
+
+
+def walked_rows(accepted: Sequence[int], spans: Iterable[tuple[int, int]]) -> list[int]:
+    """The rows at which a decoder stands when it takes a step.
+
+    On row t it emits the root token and ``accepted[t]`` candidates, and goes on from row
+    t + accepted[t] + 1, until the span has no row left. A last step whose root ends the answer is
+    on the span's last row, and counts. Prefill is no step.
+
+    Args:
+        accepted: [N] accepted candidates at each row.
+        spans: half-open ranges of rows, one for each assistant span; a row stands for one token
+            that is emitted.
+    """
+    rows = []
+    for start, end in spans:
+        row = start
+        while row < end:
+            rows.append(row)
+            row += accepted[row] + 1
+    return rows

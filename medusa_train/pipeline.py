@@ -31,6 +31,7 @@ from medusa_train.stages import (
     outputs_of,
     run_stage,
 )
+from medusa_train.train.trackers import chosen_trackers
 
 State = Literal["up to date", "to run", "goes on", "differs", "not needed"]
 
@@ -59,11 +60,13 @@ def run_pipeline(
         The run directory.
 
     Raises:
-        InputError: a stage that the recipe does not have; a missing file; output that was made
-            with other settings.
+        InputError: a stage that the recipe does not have; a missing file; a tracker that is not
+            installed; output that was made with other settings.
     """
     stages = _chosen(loaded, only=only, start=start)
     loaded.require_files()
+    if "train" in stages:
+        chosen_trackers(loaded.recipe.tracking)
     workspace = Workspace(loaded)
     # Read before anything is written: a base model that is not there stops the run here.
     log(f"base model {loaded.recipe.base_model.name_or_path}: {workspace.base_fingerprint}")

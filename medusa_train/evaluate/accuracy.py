@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from medusa_train import metrics
 from medusa_train.evaluate.ranks import MISS, Ranks
 
 REPORT_VERSION = 1
@@ -59,28 +60,18 @@ def bootstrap_weights(num_conversations: int, *, num_bootstrap: int, seed: int) 
 def num_accepted(ranks: Ranks) -> npt.NDArray[np.int64]:
     """[N] candidates that a top-1 chain gets accepted when a decoder stands on the position."""
     is_hit = (ranks.ranks == 0) & ranks.valid
-    leading: npt.NDArray[np.int64] = is_hit.long().cumprod(dim=1).sum(dim=1).numpy()
+    leading: npt.NDArray[np.int64] = metrics.leading_hits(is_hit).numpy()
     return leading
 
 
 def walked_rows(accepted: npt.NDArray[np.int64], ranks: Ranks) -> npt.NDArray[np.int64]:
-    """The rows at which a decoder stands when it takes a step.
-
-    On row t it emits the root token and ``accepted[t]`` candidates, and goes on from row
-    t + accepted[t] + 1, until the span has no row left. A last step whose root ends the answer is
-    on the span's last row, and counts. Prefill is no step.
+    """The rows at which a decoder stands when it takes a step (:func:`metrics.walked_rows`).
 
     Args:
         accepted: [N] accepted candidates at each row.
         ranks: the rows.
     """
-    rows = []
-    for start, end in _spans(ranks):
-        row = start
-        while row < end:
-            rows.append(row)
-            row += int(accepted[row]) + 1
-    return np.array(rows, dtype=np.int64)
+    return np.array(metrics.walked_rows(accepted.tolist(), _spans(ranks)), dtype=np.int64)
 
 
 def walk(accepted: npt.NDArray[np.int64], ranks: Ranks) -> Ratio:

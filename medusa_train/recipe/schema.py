@@ -224,8 +224,13 @@ class TrackingSection(Section):
 
     wandb: bool = False
     """Log to Weights & Biases; `WANDB_MODE=offline` needs no account."""
+    mlflow: bool = False
+    """Log to MLflow: to `MLFLOW_TRACKING_URI`, else to `mlflow.db` in the run directory."""
+    tensorboard: bool = False
+    """Log for TensorBoard: to `TENSORBOARD_LOGGING_DIR`, else to `tensorboard/` in the run
+    directory."""
     project: Text | None = None
-    """Project to log to; null is `medusa-train`."""
+    """Project of Weights & Biases and experiment of MLflow; null is `medusa-train`."""
     run_name: Text | None = None
     """Name of the run; null is the recipe's."""
 

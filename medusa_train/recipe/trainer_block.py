@@ -20,7 +20,7 @@ _STAGES = "the recipe's stages decide that; remove the key"
 REFUSED: Mapping[str, str] = {
     "output_dir": "checkpoints lie in the run directory; set run_dir instead",
     "deepspeed": "one device needs none; remove the key",
-    "report_to": "set tracking.wandb instead",
+    "report_to": "set tracking.wandb, tracking.mlflow or tracking.tensorboard instead",
     "run_name": "set tracking.run_name instead",
     "project": "set tracking.project instead",
     "remove_unused_columns": "the columns are ours and all are used; remove the key",

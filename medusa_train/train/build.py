@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,13 +17,14 @@ from medusa_train.console import log
 from medusa_train.data.conversations import Conversation
 from medusa_train.errors import InputError
 from medusa_train.heads.config import BaseIdentity, HeadsConfig
-from medusa_train.heads.model import MedusaHeads, most_frequent_tokens
+from medusa_train.heads.model import MedusaHeads, most_frequent_tokens, num_candidate_rows
 from medusa_train.hidden_states.cache import CachedExamples, CachedHiddenStates, collate_cached
 from medusa_train.hidden_states.online import OnlineExamples, OnlineHiddenStates, collate_online
 from medusa_train.losses import head_weights
 from medusa_train.recipe.schema import HeadsSection, Recipe
 from medusa_train.run_dir import RunDir
 from medusa_train.train.module import HeadsModule
+from medusa_train.train.trackers import chosen_trackers, set_environment
 from medusa_train.train.tracking import MetricsFile, TrainingLog
 from medusa_train.train.trainer import HeadsTrainer
 
@@ -91,6 +91,7 @@ def build_trainer(
         head_weights=head_weights(recipe.heads.num_heads, decay=recipe.train.head_loss_decay),
         chunk_size=recipe.train.loss_chunk_size,
         compute_dtype=compute_dtype(recipe.train.compute_dtype, args.device),
+        num_candidates=num_candidate_rows(heads, base.num_tokens),
     )
     callbacks: list[TrainerCallback] = [
         MetricsFile(run.metrics),
@@ -115,20 +116,18 @@ def training_arguments(recipe: Recipe, run: RunDir, *, run_name: str) -> Trainin
     """The recipe's ``trainer:`` block over our defaults.
 
     Raises:
-        InputError: transformers refuses a value.
+        InputError: transformers refuses a value, or a tracker is not installed.
     """
     # Pinned memory without an accelerator is a warning at every start.
     pinning = {"dataloader_pin_memory": torch.accelerator.is_available()}
     block = {**_TRAINER_DEFAULTS, **pinning, **recipe.train.trainer}
-    if recipe.tracking.wandb:
-        # The Trainer's callback reads the project and the place from the environment alone.
-        os.environ["WANDB_PROJECT"] = recipe.tracking.project or "medusa-train"
-        os.environ.setdefault("WANDB_DIR", str(run.root))
+    trackers = chosen_trackers(recipe.tracking)
+    set_environment(recipe.tracking, run)
     try:
         return TrainingArguments(
             **block,
             output_dir=str(run.checkpoints),
-            report_to=["wandb"] if recipe.tracking.wandb else [],
+            report_to=trackers,
             run_name=recipe.tracking.run_name or run_name,
             disable_tqdm=True,
             remove_unused_columns=False,

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from medusa_train.heads.model import MedusaHeads
 from medusa_train.hidden_states.online import HiddenStateSource
-from medusa_train.losses import IGNORE, chunked_cross_entropy
+from medusa_train.losses import IGNORE, HeadLoss, chunked_cross_entropy
 from medusa_train.metrics import HeadCounts, hits_from_ranks
 
 
@@ -33,6 +33,7 @@ class HeadsModule(nn.Module):
         head_weights: [K] λ of each head.
         chunk_size: rows of logits that exist at one time; None chooses by V.
         compute_dtype: dtype of the projections to the vocabulary.
+        num_candidates: how many of a head's logits stand for tokens, so that they have a rank.
     """
 
     lm_head_weight: Tensor
@@ -49,6 +50,7 @@ class HeadsModule(nn.Module):
         head_weights: list[float],
         chunk_size: int | None,
         compute_dtype: torch.dtype,
+        num_candidates: int,
     ) -> None:
         super().__init__()
         self.heads = heads
@@ -58,6 +60,7 @@ class HeadsModule(nn.Module):
         self.head_weights = head_weights
         self.chunk_size = chunk_size
         self.compute_dtype = compute_dtype
+        self.num_candidates = num_candidates
         weight, bias = lm_head if lm_head is not None else (None, None)
         self.register_buffer("lm_head_weight", weight, persistent=False)
         self.register_buffer("lm_head_bias", bias, persistent=False)
@@ -73,7 +76,13 @@ class HeadsModule(nn.Module):
         return next(self.heads.parameters()).device
 
     def forward(
-        self, *, labels: Tensor, num_pairs: Tensor, with_ranks: bool = False, **batch: Tensor
+        self,
+        *,
+        labels: Tensor,
+        num_pairs: Tensor,
+        with_ranks: bool = False,
+        compute_dtype: torch.dtype | None = None,
+        **batch: Tensor,
     ) -> dict[str, Any]:
         """The weighted loss of a batch.
 
@@ -81,41 +90,62 @@ class HeadsModule(nn.Module):
             labels: [N, K] int64 token ids, ``IGNORE`` where a pair is not valid.
             num_pairs: [K] denominators: valid pairs of the whole accumulated batch.
             with_ranks: also count the top-n hits.
+            compute_dtype: dtype of the projections; None is the module's.
             **batch: what :attr:`source` reads.
 
         Returns:
-            ``loss`` [] and ``counts``, the batch's :class:`HeadCounts`.
+            ``loss`` []; ``counts``, the batch's :class:`HeadCounts`; and, with ranks, ``is_first``
+            [N, K] bool: the head ranks the true token first.
         """
         states = self.source(batch).to(next(self.heads.parameters()).dtype)
         rows = self.heads.labels_to_rows(labels, ignore=IGNORE)
         loss = states.new_zeros(())
-        parts = []
+        parts, firsts = [], []
         # The products choose their own dtype; autocast must not choose it again.
         with torch.autocast(states.device.type, enabled=False):
             for k in range(self.heads.config.num_heads):
-                loss_sum, part = self._head_loss(states, rows[:, k], head=k, with_ranks=with_ranks)
+                is_valid = rows[:, k] != IGNORE
+                loss_sum, ranks = self._head_loss(
+                    states[is_valid],
+                    rows[is_valid, k],
+                    head=k,
+                    with_ranks=with_ranks,
+                    compute_dtype=compute_dtype or self.compute_dtype,
+                )
                 weight = self.head_weights[k] / num_pairs[k].clamp(min=1)
                 loss = loss + loss_sum * weight.to(loss_sum.dtype)
-                parts.append(part)
-        return {"loss": loss, "counts": HeadCounts.from_stacked(torch.stack(parts))}
+                parts.append(_counts(loss_sum, ranks, is_valid, with_ranks=with_ranks))
+                if with_ranks:
+                    firsts.append(torch.zeros_like(is_valid).masked_scatter(is_valid, ranks == 0))
+        outputs = {"loss": loss, "counts": HeadCounts.from_stacked(torch.stack(parts))}
+        return {**outputs, "is_first": torch.stack(firsts, dim=1)} if with_ranks else outputs
 
     def _head_loss(
-        self, states: Tensor, labels: Tensor, *, head: int, with_ranks: bool
-    ) -> tuple[Tensor, Tensor]:
-        is_valid = labels != IGNORE
+        self,
+        states: Tensor,
+        labels: Tensor,
+        *,
+        head: int,
+        with_ranks: bool,
+        compute_dtype: torch.dtype,
+    ) -> HeadLoss:
         weight, bias = self.heads.output_weight(
             head, lm_head_weight=self.lm_head_weight, lm_head_bias=self.lm_head_bias
         )
-        loss_sum, ranks = chunked_cross_entropy(
-            self.heads.trunk(states[is_valid], head=head),
+        return chunked_cross_entropy(
+            self.heads.trunk(states, head=head),
             weight,
             bias=bias,
-            labels=labels[is_valid],
+            labels=labels,
             chunk_size=self.chunk_size,
-            compute_dtype=self.compute_dtype,
+            compute_dtype=compute_dtype,
             with_ranks=with_ranks,
+            num_candidates=self.num_candidates,
         )
-        pairs = is_valid.sum().double()
-        ranked = pairs if with_ranks else torch.zeros_like(pairs)
-        columns = [loss_sum.detach().double(), *hits_from_ranks(ranks), pairs, ranked]
-        return loss_sum, torch.stack(columns)
+
+
+def _counts(loss_sum: Tensor, ranks: Tensor, is_valid: Tensor, *, with_ranks: bool) -> Tensor:
+    """One row of :meth:`HeadCounts.stacked`."""
+    pairs = is_valid.sum().double()
+    ranked = pairs if with_ranks else torch.zeros_like(pairs)
+    return torch.stack([loss_sum.detach().double(), *hits_from_ranks(ranks), pairs, ranked])

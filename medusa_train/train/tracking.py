@@ -67,7 +67,6 @@ class TrainingLog(TrainerCallback):
         self.num_heads = num_heads
         self._stack = ExitStack()
         self._bar: console.ProgressReporter | None = None
-        self._logged_at = time.monotonic()
         self._detail = ""
 
     def on_train_begin(
@@ -82,7 +81,6 @@ class TrainingLog(TrainerCallback):
         self._bar = self._stack.enter_context(
             console.progress("train", state.max_steps, done=state.global_step)
         )
-        self._logged_at = time.monotonic()
 
     def on_step_end(
         self,
@@ -109,12 +107,12 @@ class TrainingLog(TrainerCallback):
         if not logs:
             return
         if "loss" in logs:
-            now = time.monotonic()
-            rate = logs.get("pairs", 0.0) / max(now - self._logged_at, 1e-9)
-            self._logged_at = now
+            rate = logs.get("pairs_per_second", 0.0)
             self._detail = f"loss {logs['loss']:.3f}, {self._top1(logs, '')}, {rate:,.0f} pairs/s"
         elif any(name.startswith("eval_head") for name in logs):
-            console.log(f"eval at step {state.global_step}: {self._top1(logs, 'eval_')}")
+            length = logs.get("eval_acceptance_length")
+            chain = "" if length is None else f", acceptance length {length:.3f}"
+            console.log(f"eval at step {state.global_step}: {self._top1(logs, 'eval_')}{chain}")
 
     def on_train_end(
         self,

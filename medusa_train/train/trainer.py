@@ -8,13 +8,13 @@ not at all, the per-head figures in the log, and that a loss that is not finite 
 from __future__ import annotations
 
 import shutil
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import Dataset
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_callback import PrinterCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
@@ -22,8 +22,12 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 from medusa_train.errors import MedusaTrainError
 from medusa_train.heads.checkpoint import load_heads, save_heads
 from medusa_train.heads.config import BaseIdentity
+from medusa_train.hidden_states.cache import CachedExamples
+from medusa_train.hidden_states.online import OnlineExamples
 from medusa_train.metrics import HeadCounts
+from medusa_train.train.held_out import evaluate_held_out
 from medusa_train.train.module import HeadsModule
+from medusa_train.train.throughput import Throughput
 from medusa_train.train.tracking import TrainingLog
 
 STAGING = ".partial"
@@ -51,8 +55,8 @@ class HeadsTrainer(Trainer):
         args: TrainingArguments,
         *,
         identity: BaseIdentity,
-        train_dataset: Dataset[dict[str, Tensor]],
-        eval_dataset: Dataset[dict[str, Tensor]] | None,
+        train_dataset: CachedExamples | OnlineExamples,
+        eval_dataset: CachedExamples | OnlineExamples | None,
         collate: Callable[[Sequence[Any]], dict[str, Tensor]],
         callbacks: list[TrainerCallback],
     ) -> None:
@@ -65,8 +69,13 @@ class HeadsTrainer(Trainer):
             callbacks=callbacks,
         )
         self.remove_callback(PrinterCallback)
+        self.throughput = Throughput(
+            module.heads.config, device=args.device, compute_dtype=module.compute_dtype
+        )
+        self.add_callback(self.throughput)
         self.module = module
         self.identity = identity
+        self.collate = collate
         self.is_staging = False
         self._counts = HeadCounts.zeros(module.heads.config.num_heads, device=args.device)
         self._is_finite = torch.ones((), dtype=torch.bool, device=args.device)
@@ -94,6 +103,7 @@ class HeadsTrainer(Trainer):
         loss = outputs["loss"] * self.accelerator.num_processes
         self._is_finite &= loss.detach().isfinite()
         self._counts = self._counts + outputs["counts"]
+        self.throughput.add(inputs["labels"])
         return (loss, outputs) if return_outputs else loss
 
     def _takes_ranks(self) -> bool:
@@ -105,7 +115,10 @@ class HeadsTrainer(Trainer):
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
         if self.control.should_log or self.control.should_save or self.control.should_evaluate:
             self.check_finite()
+        # The device has been read just now, so what follows is not training.
+        since = time.perf_counter()
         super()._maybe_log_save_evaluate(*args, **kwargs)
+        self.throughput.leave_out(since=since)
 
     def check_finite(self) -> None:
         """Raise if any loss since the start was not finite; one read of the device.
@@ -121,29 +134,28 @@ class HeadsTrainer(Trainer):
             )
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Add the per-head figures since the last log."""
+        """Add the per-head figures and the speed since the last log."""
         if "loss" in logs:
             stacked = self.accelerator.reduce(self._counts.stacked(), reduction="sum")
             logs = {**logs, **HeadCounts.from_stacked(stacked).log_values()}
             logs["pairs"] = stacked[:, -2].sum().item()
+            logs |= self.throughput.log_values(self.accelerator, num_pairs=logs["pairs"])
             self._counts = HeadCounts.zeros(len(stacked), device=stacked.device)
         super().log(logs, start_time)
 
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval"
     ) -> dict[str, float]:
-        """Per-head loss and accuracy on the eval split, over all its pairs."""
+        """Per-head figures and the acceptance length on the eval split, over all of it."""
         del eval_dataset, ignore_keys
-        counts = HeadCounts.zeros(self.module.heads.config.num_heads, device=self.args.device)
-        self.module.heads.eval()
-        with torch.no_grad():
-            for batch in self.get_eval_dataloader():
-                inputs = self._prepare_inputs(batch)
-                pairs = self.module.count_pairs(inputs["labels"])
-                counts += self.module(**inputs, num_pairs=pairs, with_ranks=True)["counts"]
-        self.module.heads.train()
-        stacked = self.accelerator.reduce(counts.stacked(), reduction="sum")
-        values = HeadCounts.from_stacked(stacked).log_values()
+        assert isinstance(self.eval_dataset, CachedExamples | OnlineExamples)
+        values = evaluate_held_out(
+            self.module,
+            self.eval_dataset,
+            args=self.args,
+            collate=self.collate,
+            reduce=lambda tensor: self.accelerator.reduce(tensor, reduction="sum"),
+        )
         metrics = {f"{metric_key_prefix}_{name}": value for name, value in values.items()}
         self.log(metrics)
         self.control = self.callback_handler.on_evaluate(
