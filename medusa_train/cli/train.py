@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import enum
+import json
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from medusa_train.cli.app import Overrides, make_app, print_errors
+from medusa_train.cli.app import Json, Overrides, make_app, print_errors
 from medusa_train.errors import InputError
+
+if TYPE_CHECKING:
+    from medusa_train.plan.estimate import Estimate
 
 app = make_app("Train Medusa heads for a causal language model.", name="medusa-train")
 
@@ -92,6 +96,51 @@ def validate(
             typer.echo(f"{path}: ok{absent}")
     if failed:
         raise typer.Exit(InputError.exit_code)
+
+
+@app.command()
+def plan(
+    recipe: Annotated[Path, typer.Argument(help="A YAML file.")],
+    overrides: Overrides = None,
+    devices: Annotated[
+        int | None, typer.Option(help="Devices to train on; without it, those of this machine.")
+    ] = None,
+    benchmark: Annotated[
+        bool, typer.Option(help="Measure this device for a few seconds, to say how long it takes.")
+    ] = True,
+    as_json: Json = False,
+) -> None:
+    """Say what a recipe needs: parameters, memory, operations, disk and time.
+
+    The base model's config is read and no weights are. What does not fit is a warning that says
+    what to set.
+    """
+    from medusa_train.recipe.load import load_recipe
+
+    if devices is not None and devices < 1:
+        raise InputError(f"--devices: must be at least 1; got {devices}")
+    loaded = load_recipe(recipe, overrides or ())
+
+    from medusa_train.console import warn
+    from medusa_train.planning import plan_recipe
+
+    estimate = plan_recipe(loaded, devices=devices, with_benchmark=benchmark)
+    for warning in estimate.warnings:
+        warn(warning)
+    if as_json:
+        typer.echo(json.dumps(estimate.as_dict(), ensure_ascii=False))
+    else:
+        _print_plan(estimate)
+
+
+def _print_plan(estimate: Estimate) -> None:
+    from rich.console import Console
+
+    from medusa_train.plan.tables import plan_tables
+
+    console = Console(highlight=False, soft_wrap=True)
+    for part in plan_tables(estimate):
+        console.print(part, markup=not isinstance(part, str))
 
 
 def main() -> None:
