@@ -216,7 +216,9 @@ def fingerprint_of(stage: str, workspace: Workspace) -> str | None:
         return None
     match stage:
         case "hidden-states":
-            return fingerprint([loading, data, cutting])
+            # Soft targets need each span's last state too.
+            more = ["with last"] if recipe.train.soft_target_weight else []
+            return fingerprint([loading, data, cutting, *more])
         case "train":
             section_train = recipe.train.model_dump(exclude={"keep_hidden_states"})
             return fingerprint([loading, data, cutting, recipe.heads.model_dump(), section_train])
@@ -394,6 +396,7 @@ def _hidden_states(workspace: Workspace) -> Mapping[str, Any]:
             rows,
             directory=cache.directory,
             fingerprint=cache.fingerprint,
+            with_last=workspace.recipe.train.soft_target_weight > 0,
         )
     return {}
 

@@ -196,6 +196,9 @@ class TrainSection(Section):
     """`medusa1`: the base model stays as it is."""
     head_loss_decay: Annotated[float, Field(gt=0.0, le=1.0)] = 0.8
     """Weight of head n's loss is this to the power of n."""
+    soft_target_weight: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
+    """Share of the loss whose target is the base model's own distribution instead of its token; 0
+    is the tokens alone."""
     hidden_states: Literal["cached", "online"] = "cached"
     """`cached`: run the base model once and keep its hidden states. `online`: run it every step."""
     keep_hidden_states: bool = True

@@ -20,7 +20,7 @@ from medusa_train.heads.config import BaseIdentity, HeadsConfig
 from medusa_train.heads.model import MedusaHeads, most_frequent_tokens, num_candidate_rows
 from medusa_train.hidden_states.cache import CachedExamples, CachedHiddenStates, collate_cached
 from medusa_train.hidden_states.online import OnlineExamples, OnlineHiddenStates, collate_online
-from medusa_train.losses import head_weights
+from medusa_train.losses import Teacher, head_weights
 from medusa_train.recipe.schema import HeadsSection, Recipe
 from medusa_train.run_dir import RunDir
 from medusa_train.train.module import HeadsModule
@@ -92,6 +92,7 @@ def build_trainer(
         chunk_size=recipe.train.loss_chunk_size,
         compute_dtype=compute_dtype(recipe.train.compute_dtype, args.device),
         num_candidates=num_candidate_rows(heads, base.num_tokens),
+        teacher=_teacher(recipe, base, heads),
     )
     callbacks: list[TrainerCallback] = [
         MetricsFile(run.metrics),
@@ -101,11 +102,9 @@ def build_trainer(
         module,
         args,
         identity=identity,
-        train_dataset=_dataset(data.train, data.train_cache, recipe.heads.num_heads),
+        train_dataset=_dataset(recipe, data.train, data.train_cache),
         eval_dataset=(
-            _dataset(data.eval, data.eval_cache, recipe.heads.num_heads)
-            if args.eval_strategy != "no"
-            else None
+            _dataset(recipe, data.eval, data.eval_cache) if args.eval_strategy != "no" else None
         ),
         collate=collate_cached if is_cached else collate_online,
         callbacks=callbacks,
@@ -203,14 +202,33 @@ def compute_dtype(name: str, device: torch.device) -> torch.dtype:
     return torch.bfloat16 if is_fast else torch.float32
 
 
+def _teacher(recipe: Recipe, base: BaseModel, heads: MedusaHeads) -> Teacher | None:
+    """The base's own ``lm_head``, its rows in the order of the heads' logits."""
+    share = recipe.train.soft_target_weight
+    if not share:
+        return None
+    weight, bias = output_projection(base.model)
+    device = next(heads.parameters()).device
+    rows = slice(None) if heads.token_map is None else heads.token_map.to(weight.device)
+    return Teacher(
+        weight=weight[rows].to(device),
+        bias=None if bias is None else bias[rows].to(device),
+        share=share,
+        adjust=base.logit_rule.apply,
+    )
+
+
 def _dataset(
-    conversations: Sequence[Conversation], cache: CacheLocation | None, num_heads: int
+    recipe: Recipe, conversations: Sequence[Conversation], cache: CacheLocation | None
 ) -> CachedExamples | OnlineExamples:
+    num_heads = recipe.heads.num_heads
+    with_last = recipe.train.soft_target_weight > 0
     if cache is None:
-        return OnlineExamples(conversations, num_heads=num_heads)
+        return OnlineExamples(conversations, num_heads=num_heads, with_last=with_last)
     return CachedExamples(
         conversations,
         directory=cache.directory,
         fingerprint=cache.fingerprint,
         num_heads=num_heads,
+        with_last=with_last,
     )

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from medusa_train.heads.model import MedusaHeads
 from medusa_train.hidden_states.online import HiddenStateSource
-from medusa_train.losses import IGNORE, HeadLoss, chunked_cross_entropy
+from medusa_train.losses import IGNORE, HeadLoss, Teacher, chunked_cross_entropy, label_offset
 from medusa_train.metrics import HeadCounts, hits_from_ranks
 
 
@@ -34,6 +34,8 @@ class HeadsModule(nn.Module):
         chunk_size: rows of logits that exist at one time; None chooses by V.
         compute_dtype: dtype of the projections to the vocabulary.
         num_candidates: how many of a head's logits stand for tokens, so that they have a rank.
+        teacher: gives soft targets from the base's own states; then the rows of a batch hold every
+            source position of a span, one after another, its last one included.
     """
 
     lm_head_weight: Tensor
@@ -51,6 +53,7 @@ class HeadsModule(nn.Module):
         chunk_size: int | None,
         compute_dtype: torch.dtype,
         num_candidates: int,
+        teacher: Teacher | None = None,
     ) -> None:
         super().__init__()
         self.heads = heads
@@ -61,6 +64,7 @@ class HeadsModule(nn.Module):
         self.chunk_size = chunk_size
         self.compute_dtype = compute_dtype
         self.num_candidates = num_candidates
+        self.teacher = teacher
         weight, bias = lm_head if lm_head is not None else (None, None)
         self.register_buffer("lm_head_weight", weight, persistent=False)
         self.register_buffer("lm_head_bias", bias, persistent=False)
@@ -108,6 +112,7 @@ class HeadsModule(nn.Module):
                 loss_sum, ranks = self._head_loss(
                     states[is_valid],
                     rows[is_valid, k],
+                    teacher_states=self._teacher_states(states, is_valid, head=k),
                     head=k,
                     with_ranks=with_ranks,
                     compute_dtype=compute_dtype or self.compute_dtype,
@@ -120,11 +125,18 @@ class HeadsModule(nn.Module):
         outputs = {"loss": loss, "counts": HeadCounts.from_stacked(torch.stack(parts))}
         return {**outputs, "is_first": torch.stack(firsts, dim=1)} if with_ranks else outputs
 
+    def _teacher_states(self, states: Tensor, is_valid: Tensor, *, head: int) -> Tensor | None:
+        """The base's state one token before each target, from which it predicts the target."""
+        if self.teacher is None:
+            return None
+        return states[is_valid.nonzero().squeeze(1) + label_offset(head) - 1]
+
     def _head_loss(
         self,
         states: Tensor,
         labels: Tensor,
         *,
+        teacher_states: Tensor | None,
         head: int,
         with_ranks: bool,
         compute_dtype: torch.dtype,
@@ -137,6 +149,8 @@ class HeadsModule(nn.Module):
             weight,
             bias=bias,
             labels=labels,
+            teacher=self.teacher,
+            teacher_states=teacher_states,
             chunk_size=self.chunk_size,
             compute_dtype=compute_dtype,
             with_ranks=with_ranks,

@@ -4,13 +4,14 @@ import json
 from pathlib import Path
 
 import pytest
+from safetensors import safe_open
 
 from medusa_train.cli.train import Stage
 from medusa_train.errors import InputError
 from medusa_train.pipeline import run_pipeline
 from medusa_train.recipe.load import load_recipe
 from medusa_train.run_dir import locked
-from medusa_train.stages import STAGES
+from medusa_train.stages import STAGES, Workspace, fingerprint_of
 from tests.models_for_tests import ARCHITECTURES, file_hashes, save_base
 from tests.training_for_tests import cyclic_rows, write_recipe
 
@@ -128,6 +129,25 @@ def test_dry_run_writes_nothing(
     shown = capsys.readouterr().err
     for stage in ("hidden-states", "train", "accuracy"):
         assert stage in shown
+
+
+def test_soft_targets_need_other_hidden_states(tmp_path: Path, base: Path) -> None:
+    """Each span's last state is kept too, so a cache without them is not taken for one with."""
+    lengths, fingerprints = [], []
+    for weight in ("0.0", "0.5"):
+        loaded = write_recipe(
+            tmp_path,
+            base=base,
+            rows=cyclic_rows(6),
+            overrides=[f"train.soft_target_weight={weight}", "data.eval_fraction=0.0"],
+        )
+        run = run_pipeline(loaded, only="hidden-states")
+        [shard] = (run.hidden_states / "train").glob("*.safetensors")
+        with safe_open(shard, framework="pt") as file:
+            lengths.append(file.get_slice("hidden_states").get_shape()[0])
+        fingerprints.append(fingerprint_of("hidden-states", Workspace(loaded)))
+    assert lengths[1] == lengths[0] + 6
+    assert fingerprints[0] != fingerprints[1]
 
 
 def test_hidden_states_can_be_dropped_after_training(tmp_path: Path, base: Path) -> None:

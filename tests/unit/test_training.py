@@ -108,6 +108,45 @@ def test_loss_equals_plain_loops(tmp_path: Path, base: Path) -> None:
     assert loss.item() == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.parametrize("vocab_size", ["null", "40"])
+def test_soft_targets_are_the_base_at_the_target(
+    tmp_path: Path, base: Path, vocab_size: str
+) -> None:
+    """The teacher of pair (t, k) is what the base says after token t + 1 + k."""
+    rows = [*cyclic_rows(3), conversation(range(5, 35), [(0, 9), (12, 13), (15, 30)], name="turns")]
+    trainer, workspace = _trainer(
+        tmp_path, base, rows, "train.soft_target_weight=0.4", f"heads.vocab_size={vocab_size}"
+    )
+    [batch] = _batches(trainer)
+    pairs = trainer._get_num_items_in_batch([batch], torch.device("cpu"))
+    loss = trainer.compute_loss(trainer.module, batch, num_items_in_batch=pairs)
+    heads = trainer.module.heads
+    tokens = range(heads.config.vocab_size) if heads.token_map is None else heads.token_map.tolist()
+    expected = 0.0
+    for k in range(3):
+        terms = []
+        for row in rows:
+            output = workspace.base.model(torch.tensor([row.input_ids]), output_hidden_states=True)
+            for start, end in row.assistant_spans:
+                for t, labels in reference.labels_of_span(
+                    list(row.input_ids), start, end, 3
+                ).items():
+                    if labels[k] not in tokens:
+                        continue
+                    # New heads say what the base's lm_head says at t.
+                    loss_of_pair, *_ = reference.mixed_loss_and_gradients(
+                        [output.hidden_states[-1][0, t].tolist()],
+                        workspace.base.model.lm_head.weight[list(tokens)].tolist(),
+                        [0.0] * len(tokens),
+                        [list(tokens).index(labels[k])],
+                        teacher_logits=[output.logits[0, t + 1 + k, list(tokens)].tolist()],
+                        share=0.4,
+                    )
+                    terms.append(loss_of_pair)
+        expected += 0.8 ** (k + 1) * sum(terms) / len(terms)
+    assert loss.item() == pytest.approx(expected, rel=1e-5)
+
+
 def _uneven_rows() -> list[Conversation]:
     return [
         conversation([5 + (i * n) % 50 for i in range(1, 4 + 7 * n)], [(2, 3 + 7 * n)], name=str(n))
@@ -237,7 +276,10 @@ def _heads(run: RunDir) -> dict[str, Any]:
     return load_heads(run.heads)[0].state_dict()
 
 
-def test_cached_states_train_the_same_heads_as_online_ones(tmp_path: Path, base: Path) -> None:
+@pytest.mark.parametrize("soft_target_weight", [0.0, 0.5])
+def test_cached_states_train_the_same_heads_as_online_ones(
+    tmp_path: Path, base: Path, soft_target_weight: float
+) -> None:
     runs = []
     for mode in ("online", "cached"):
         (tmp_path / mode).mkdir()
@@ -245,7 +287,13 @@ def test_cached_states_train_the_same_heads_as_online_ones(tmp_path: Path, base:
             tmp_path / mode,
             base=base,
             rows=cyclic_rows(24),
-            overrides=[f"train.hidden_states={mode}", "train.trainer.max_steps=12"],
+            overrides=[
+                f"train.hidden_states={mode}",
+                f"train.soft_target_weight={soft_target_weight}",
+                "train.trainer.max_steps=12",
+                "train.trainer.eval_strategy=steps",
+                "train.trainer.eval_steps=6",
+            ],
         )
         runs.append(run_pipeline(loaded))
     online, cached = (_losses(run.metrics) for run in runs)
