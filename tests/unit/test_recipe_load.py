@@ -79,8 +79,8 @@ tracking: {wandb: yes}
         "x.yaml:3: base_model.dtype: must be one of auto, float32, bfloat16, float16; got 'bf16'",
         "x.yaml:5: heads.num_head: unknown key; did you mean 'num_heads'?",
         "x.yaml:7: heads.num_layers: the key is here twice, first on line 6; remove one",
-        "x.yaml:9: data.distill.num_prompts: missing; without data.distill.prompts it says how "
-        "many prompts to write",
+        "x.yaml:9: data.distill.num_prompts: missing; where the model writes prompts it says "
+        "how many",
         "x.yaml:10: data.distill.seed: 012 could be octal; write 12, or '012' for text",
         "x.yaml:11: data.distill.temperature: must be a number; got 'hot'",
         "x.yaml:12: data.distill.prompt_temperature: must be more than 0; greedy prompts would "
