@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from medusa_train.cli.app import Json, Overrides, make_app, print_errors
+from medusa_train.cli.plot import plot
 from medusa_train.errors import InputError
 
 if TYPE_CHECKING:
@@ -141,6 +142,9 @@ def _print_plan(estimate: Estimate) -> None:
     console = Console(highlight=False, soft_wrap=True)
     for part in plan_tables(estimate):
         console.print(part, markup=not isinstance(part, str))
+
+
+app.command()(plot)
 
 
 def main() -> None:

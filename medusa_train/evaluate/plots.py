@@ -18,11 +18,11 @@ from medusa_train.page.drawing import (
     MAX_LABELLED_HEADS,
     Curves,
     Plot,
-    colour_of,
     draw_lines,
     render,
     write_above,
 )
+from medusa_train.page.training import LoggedRun, head_plots
 from medusa_train.run_dir import read_json_lines
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def make_plots(report: Mapping[str, Any], ranks: Ranks, *, metrics: Path | None)
         _top_n(report) if report["top_k"] > 1 else None,
         _accepted(report, ranks),
         _along_the_answer(ranks),
-        *([] if metrics is None else _training(read_json_lines(metrics), report["num_heads"])),
+        *([] if metrics is None else _training(metrics)),
     ]
     return [plot for plot in plots if plot is not None]
 
@@ -190,54 +190,6 @@ def _place_in_span(ranks: Ranks) -> npt.NDArray[np.int64]:
     return rows - np.maximum.accumulate(np.where(is_first, rows, 0))
 
 
-def _training(lines: Sequence[Mapping[str, Any]], num_heads: int) -> list[Plot]:
-    on_text = " Circles: on the held-out conversations." if any(map(_is_eval, lines)) else ""
-    pictures = (
-        (
-            "loss",
-            "Loss while training",
-            "cross-entropy, nats",
-            f"Each head's loss on the training text, mean since the last log.{on_text}",
-        ),
-        (
-            "top1",
-            "Top-1 accuracy while training",
-            "share of true tokens ranked first",
-            f"Each head's top-1 accuracy on training text, of the batches at each log.{on_text}",
-        ),
-    )
-    plots = []
-    for key, title, label, caption in pictures:
-        curves = _curves(lines, key, num_heads=num_heads)
-        if max((len(x) for x, _ in curves.values()), default=0) < 2:
-            continue
-        held_out = _curves(lines, key, num_heads=num_heads, prefix="eval_")
-
-        def draw(
-            axes: Axes, *, curves: Curves = curves, held_out: Curves = held_out, label: str = label
-        ) -> None:
-            for head, (x, y) in held_out.items():
-                axes.plot(x, y, "o", markersize=3.5, fillstyle="none", color=colour_of(head))
-            draw_lines(axes, curves, marker="", from_zero=label.startswith("share"))
-            axes.set_xlabel("optimizer step")
-            axes.set_ylabel(label)
-
-        plots.append(render(f"training_{key}", title, caption=caption, draw=draw))
-    return plots
-
-
-def _curves(
-    lines: Sequence[Mapping[str, Any]], key: str, *, num_heads: int, prefix: str = ""
-) -> Curves:
-    """The figures ``key`` of each head over the steps."""
-    curves = {}
-    for head in range(1, num_heads + 1):
-        name = f"{prefix}head{head}_{key}"
-        points = [(line["step"], line[name]) for line in lines if name in line]
-        if points:
-            curves[head] = (np.array(points)[:, 0], np.array(points)[:, 1])
-    return curves
-
-
-def _is_eval(line: Mapping[str, Any]) -> bool:
-    return any(name.startswith("eval_head") for name in line)
+def _training(metrics: Path) -> list[Plot]:
+    run = LoggedRun("", read_json_lines(metrics))
+    return head_plots(run, keys=("loss", "top1"), least=2)

@@ -1,8 +1,8 @@
 """How the pictures of reports are drawn: one style, one palette, PNG and SVG from one figure.
 
 matplotlib is imported where it draws, and through ``Figure`` alone: no windows, no state that
-stays. Text from outside (model names, facts) never gets into a picture, so its glyphs cannot be
-missing from the font.
+stays. Text from outside (model names, facts) stays out of the pictures, since its glyphs may be
+missing from the font; :func:`in_font` is for names that a legend must have.
 """
 
 from __future__ import annotations
@@ -46,8 +46,11 @@ STYLE: dict[Any, Any] = {
     "xtick.color": INK,
     "ytick.color": INK,
 }
-Curves = dict[int, tuple[npt.NDArray[Any], npt.NDArray[Any]]]
-"""x and y per head (1-based)."""
+Points = tuple[npt.NDArray[Any], npt.NDArray[Any]]
+"""x and y of a curve."""
+
+Curves = dict[int, Points]
+"""One curve per head (1-based)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,3 +158,11 @@ def _apart(wanted: Sequence[float], gap: float, high: float) -> list[float]:
 def colour_of(head: int) -> str:
     """The colour of a head (1-based)."""
     return COLOURS[(head - 1) % len(COLOURS)]
+
+
+def in_font(text: str) -> str:
+    """``text`` with ``?`` for every character that the font of the pictures does not have."""
+    from matplotlib.font_manager import findfont, get_font
+
+    known = get_font(findfont(str(STYLE["font.family"]))).get_charmap()
+    return "".join(character if ord(character) in known else "?" for character in text)
