@@ -14,6 +14,7 @@ from medusa_train.distill.in_process_writer import InProcessWriter
 from medusa_train.distill.sampling import Sampling
 from medusa_train.distill.teacher import TeacherRecorder, most_likely
 from medusa_train.distill.writer import Answer, Stopping, Teacher, Writer
+from medusa_train.errors import InputError
 from tests.models_for_tests import ARCHITECTURES, make_model
 
 PROMPTS = [[5, 6, 7, 8, n % 50 + 3] * (n % 4 + 1) for n in range(8)]
@@ -91,7 +92,7 @@ def test_a_whole_vocabulary_sums_to_one_and_more_is_refused() -> None:
     for num, words in ((VOCAB_SIZE + 1, "61 of 60 tokens is too large"), (0, "1 or more tokens")):
         with pytest.raises(ValueError, match=words):
             _answers(model, Teacher("top", num), sampling=Sampling(1.0))
-        with pytest.raises(ValueError, match=f"1 to 60 tokens needed, got {num}"):
+        with pytest.raises(InputError, match=f"must be 1 to 60, .*; got {num}"):
             InProcessWriter(
                 model, vocab_size=60, max_rows=1, unit_size=1, teacher=Teacher("top", num)
             )
