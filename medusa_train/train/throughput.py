@@ -31,14 +31,20 @@ class Throughput(TrainerCallback):
 
     Args:
         config: of the heads, for their FLOPs.
+        has_teacher: whether there are soft targets.
         device: where they are trained.
         compute_dtype: dtype of the projections.
     """
 
     def __init__(
-        self, config: HeadsConfig, *, device: torch.device, compute_dtype: torch.dtype
+        self,
+        config: HeadsConfig,
+        *,
+        has_teacher: bool,
+        device: torch.device,
+        compute_dtype: torch.dtype,
     ) -> None:
-        self.flops_per_pair = flops_per_pair(config)
+        self.flops_per_pair = flops_per_pair(config, has_teacher=has_teacher)
         self.device = device
         self.compute_dtype = compute_dtype
         self._num_positions = torch.zeros((), dtype=torch.float64, device=device)
@@ -106,14 +112,15 @@ class Throughput(TrainerCallback):
         }
 
 
-def flops_per_pair(config: HeadsConfig) -> int:
+def flops_per_pair(config: HeadsConfig, *, has_teacher: bool = False) -> int:
     """FLOPs that one valid pair costs in training: the head's products, forward and backward.
 
     The projection has three: logits, the gradient of its input and that of its weight, which
     ``shared`` heads do not have, since ``lm_head`` is frozen. So has a ResBlock, but the first
-    one's input is a hidden state of the frozen base and needs no gradient.
+    one's input is a hidden state of the frozen base and needs no gradient. A teacher's logits are
+    one more product.
     """
-    num_products = 3 if config.layout == "full" else 2
+    num_products = (3 if config.layout == "full" else 2) + has_teacher
     projection = num_products * 2 * config.hidden_size * config.num_logits
     blocks = (3 * config.num_layers - 1) * 2 * config.hidden_size**2
     return projection + blocks

@@ -70,7 +70,10 @@ class HeadsTrainer(Trainer):
         )
         self.remove_callback(PrinterCallback)
         self.throughput = Throughput(
-            module.heads.config, device=args.device, compute_dtype=module.compute_dtype
+            module.heads.config,
+            has_teacher=module.teacher is not None,
+            device=args.device,
+            compute_dtype=module.compute_dtype,
         )
         self.add_callback(self.throughput)
         self.module = module

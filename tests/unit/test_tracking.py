@@ -67,12 +67,13 @@ def test_every_log_has_speed_and_memory(tmp_path: Path, base: Path, mode: str) -
 
 @pytest.mark.parametrize("layout", ["full", "shared"])
 @pytest.mark.parametrize("num_layers", [1, 2])
+@pytest.mark.parametrize("soft_share", [0.0, 0.5])
 def test_flops_are_those_of_the_products(
-    tmp_path: Path, base: Path, layout: str, num_layers: int
+    tmp_path: Path, base: Path, layout: str, num_layers: int, soft_share: float
 ) -> None:
     overrides = [
         f"heads.layout={layout}", f"heads.num_layers={num_layers}", "train.hidden_states=online",
-        "data.eval_fraction=0.0",
+        "data.eval_fraction=0.0", f"train.soft_target_weight={soft_share}",
     ]  # fmt: skip
     workspace = Workspace(
         write_recipe(tmp_path, base=base, rows=cyclic_rows(4), overrides=overrides)
@@ -87,7 +88,8 @@ def test_flops_are_those_of_the_products(
     trainer.module.source = lambda _: states  # the base's own products are not the heads'
     with CountProducts() as products:
         trainer.module(**batch, num_pairs=pairs)["loss"].backward()
-    assert products.flops == pairs.sum() * flops_per_pair(trainer.module.heads.config)
+    config = trainer.module.heads.config
+    assert products.flops == pairs.sum() * flops_per_pair(config, has_teacher=soft_share > 0)
 
 
 def test_peak_and_memory_of_this_machine() -> None:
