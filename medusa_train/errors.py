@@ -8,13 +8,12 @@ escapes is a bug and keeps its traceback.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar
 
 
 class MedusaTrainError(Exception):
     """A run failed for a known reason (exit code 1)."""
 
-    exit_code: ClassVar[int] = 1
+    exit_code: int = 1
 
     @property
     def lines(self) -> Sequence[str]:
@@ -25,7 +24,7 @@ class MedusaTrainError(Exception):
 class InputError(MedusaTrainError):
     """The user's input is wrong and nothing was computed (exit code 2)."""
 
-    exit_code: ClassVar[int] = 2
+    exit_code: int = 2
 
 
 class InputErrors(InputError):

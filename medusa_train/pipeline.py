@@ -12,13 +12,15 @@ import shutil
 import subprocess
 import sys
 import time
+from contextlib import ExitStack
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
-from medusa_train.console import format_seconds, log, table
+from medusa_train.console import format_seconds, is_main_process, log, table
+from medusa_train.distributed import on_main, process_group
 from medusa_train.errors import InputError
 from medusa_train.recipe.load import LoadedRecipe, dump_resolved
 from medusa_train.run_dir import RunDir, check_writable, locked, read_json, write_json, write_text
@@ -67,24 +69,34 @@ def run_pipeline(
     loaded.require_files()
     if "train" in stages:
         chosen_trackers(loaded.recipe.tracking)
+    with process_group(use_cpu=bool(loaded.recipe.train.trainer.get("use_cpu", False))):
+        return _run(loaded, stages, alone=only is not None, anew=start is not None, dry=dry_run)
+
+
+def _run(loaded: LoadedRecipe, stages: list[str], *, alone: bool, anew: bool, dry: bool) -> RunDir:
     workspace = Workspace(loaded)
     # Read before anything is written: a base model that is not there stops the run here.
     log(f"base model {loaded.recipe.base_model.name_or_path}: {workspace.base_fingerprint}")
-    if dry_run:
+    if dry:
         rows = [
-            [stage, "to run" if start else _state(stage, workspace, alone=only is not None)]
-            for stage in stages
+            [stage, "to run" if anew else _state(stage, workspace, alone=alone)] for stage in stages
         ]
         table(f"{loaded.path} → {workspace.run.root}", ["stage", "state"], rows)
         return workspace.run
-    check_writable(workspace.run.root)
-    with locked(workspace.run.root):
-        _start_manifest(workspace)
-        if start is not None:
-            _remove_outputs(stages, workspace.run)
+    with ExitStack() as stack:
+        # The lock and the manifest are the main process's; what it writes all processes read.
+        on_main(lambda: _begin(stack, stages, workspace, anew=anew))
         for stage in stages:
-            _run_or_skip(stage, workspace, alone=only is not None)
+            _run_or_skip(stage, workspace, alone=alone)
     return workspace.run
+
+
+def _begin(stack: ExitStack, stages: list[str], workspace: Workspace, *, anew: bool) -> None:
+    check_writable(workspace.run.root)
+    stack.enter_context(locked(workspace.run.root))
+    _start_manifest(workspace)
+    if anew:
+        _remove_outputs(stages, workspace.run)
 
 
 def _chosen(loaded: LoadedRecipe, *, only: str | None, start: str | None) -> list[str]:
@@ -118,11 +130,29 @@ def _state(stage: str, workspace: Workspace, *, alone: bool) -> State:
 
 
 def _run_or_skip(stage: str, workspace: Workspace, *, alone: bool) -> None:
-    run = workspace.run
-    state = _state(stage, workspace, alone=alone)
+    state, fingerprint, spent = on_main(lambda: _decide(stage, workspace, alone=alone))
     if state in {"up to date", "not needed"}:
         log(f"{stage}: {state}")
         return
+    log(f"{stage}: {'going on' if state == 'goes on' else 'starting'}")
+    run = workspace.run
+    record = {"fingerprint": fingerprint, "finished": False, "seconds": spent}
+    on_main(lambda: _write_record(stage, run, record))
+    begin = time.monotonic()
+    try:
+        facts = dict(run_stage(stage, workspace))
+    finally:
+        record["seconds"] = spent = round(spent + time.monotonic() - begin, 1)
+        if is_main_process():
+            _write_record(stage, run, record)
+    on_main(lambda: _write_record(stage, run, {**record, "finished": True, **facts}))
+    log(f"{stage}: done in {format_seconds(spent)}")
+
+
+def _decide(stage: str, workspace: Workspace, *, alone: bool) -> tuple[State, str | None, float]:
+    """What becomes of a stage, its fingerprint, and the seconds that it has taken already."""
+    run = workspace.run
+    state = _state(stage, workspace, alone=alone)
     if state == "differs":
         directory = directories_of(stage, run)[-1]
         raise InputError(
@@ -131,22 +161,12 @@ def _run_or_skip(stage: str, workspace: Workspace, *, alone: bool) -> None:
             "what is there"
         )
     fingerprint = fingerprint_of(stage, workspace)
-    if fingerprint is None:
+    if fingerprint is None and state in {"to run", "goes on"}:
         raise InputError(
             f"{run.root}: the stage {stage} has nothing to read yet; run the stages before it"
         )
-    log(f"{stage}: {'going on' if state == 'goes on' else 'starting'}")
     spent = _record(stage, run).get("seconds", 0.0) if state == "goes on" else 0.0
-    _write_record(stage, run, {"fingerprint": fingerprint, "finished": False, "seconds": spent})
-    begin = time.monotonic()
-    try:
-        facts = dict(run_stage(stage, workspace))
-    finally:
-        spent = round(spent + time.monotonic() - begin, 1)
-        record = {"fingerprint": fingerprint, "finished": False, "seconds": spent}
-        _write_record(stage, run, record)
-    _write_record(stage, run, {**record, "finished": True, **facts})
-    log(f"{stage}: done in {format_seconds(spent)}")
+    return state, fingerprint, spent
 
 
 def _remove_outputs(stages: list[str], run: RunDir) -> None:

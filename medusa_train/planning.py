@@ -140,7 +140,7 @@ def _inputs(loaded: LoadedRecipe, *, devices: int | None) -> _Inputs:
     base = shape_of(model)
     heads = _heads(recipe, base)
     # Nothing is logged anywhere, so no tracker is asked for.
-    quiet = recipe.model_copy(update={"tracking": TrackingSection()})
+    quiet = recipe.model_copy(update={"tracking": TrackingSection(), "deepspeed": None})
     args = training_arguments(quiet, RunDir(loaded.run_dir), run_name=loaded.name)
     train, held_out = _amounts(loaded, batch_size=args.per_device_train_batch_size)
     return _Inputs(

@@ -9,18 +9,13 @@ import shutil
 from collections.abc import Callable, Mapping
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
+from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from medusa_train.base_model.fingerprint import base_fingerprint
-from medusa_train.base_model.load import (
-    BaseModel,
-    load_base_model,
-    load_max_length,
-    load_stop_ids,
-    load_tokenizer,
-)
+from medusa_train.base_model.load import BaseModel, load_tokenizer
 from medusa_train.console import format_seconds, log, warn
 from medusa_train.data.chat import ChatTokenizer
 from medusa_train.data.conversations import (
@@ -37,33 +32,29 @@ from medusa_train.data.conversations import (
 )
 from medusa_train.data.convert import import_manifest
 from medusa_train.data.sources import load_conversations_file, truncate_rows
-from medusa_train.distill.in_process_writer import InProcessWriter
-from medusa_train.distill.run import Shard, run_distill
-from medusa_train.distill.server import ServerWriter
-from medusa_train.distill.settings import DistillSettings, PromptSource
-from medusa_train.distill.writer import Teacher
+from medusa_train.distill.merge import merge
+from medusa_train.distill.run import Shard
+from medusa_train.distributed import num_processes, on_main, process_index, wait_for_all
 from medusa_train.errors import InputError
 from medusa_train.evaluate.heads_accuracy import evaluate_heads
-from medusa_train.heads.checkpoint import SPEC_FILE, heads_fingerprint, save_heads
+from medusa_train.generation import generate, load_section, make_chat
+from medusa_train.heads.checkpoint import SPEC_FILE, heads_fingerprint, save_tensors
 from medusa_train.hidden_states.cache import MANIFEST_FILE as CACHE_MANIFEST
 from medusa_train.hidden_states.cache import build_cache
-from medusa_train.recipe.load import LoadedDistillConfig, LoadedRecipe
-from medusa_train.recipe.schema import BaseModelSection, DistillSection
+from medusa_train.recipe.deepspeed_block import read_deepspeed, zero_stage
+from medusa_train.recipe.load import LoadedRecipe
+from medusa_train.recipe.schema import DistillSection
 from medusa_train.run_dir import (
     RunDir,
     atomic_directory,
-    check_writable,
     file_fingerprint,
     fingerprint,
     read_json,
 )
 from medusa_train.train.build import CacheLocation, TrainingData, build_trainer
-from medusa_train.train.trainer import last_checkpoint
+from medusa_train.train.checkpoints import last_checkpoint
 
-# Keys of a recipe's data.distill that are the writer's and not the generation's.
-_WRITERS_KEYS = frozenset(
-    {"batch_size", "block_size", "teacher_top_n", "teacher_samples", "server"}
-)
+_ON_ALL_PROCESSES = frozenset({"distill", "train"})
 
 STAGES = ("data", "distill", "hidden-states", "train", "accuracy")
 """Every stage, in order. ``data`` reads a file, ``distill`` writes the data; a run has one."""
@@ -88,13 +79,35 @@ class Workspace:
     @cached_property
     def base(self) -> BaseModel:
         """The base model, loaded and checked."""
-        return _load(self.recipe.base_model)
+        return load_section(self.recipe.base_model)
+
+    def training_base(self) -> BaseModel:
+        """The base model for training: sharded where it runs under ZeRO-3, else :attr:`base`."""
+        config = self.recipe.deepspeed
+        if config is not None and self.recipe.train.hidden_states == "online":
+            complete = read_deepspeed(config)
+            if zero_stage(complete) == 3:
+                return load_section(self.recipe.base_model, zero3=complete)
+        return self.base
+
+    @cached_property
+    def num_tokens(self) -> int:
+        """Ids of the base's tokenizer; no weights are loaded."""
+        section = self.recipe.base_model
+        return len(
+            load_tokenizer(
+                section.name_or_path,
+                gguf_file=section.gguf_file,
+                revision=section.revision,
+                trust_remote_code=section.trust_remote_code,
+            )
+        )
 
     @cached_property
     def chat(self) -> ChatTokenizer:
         """The base's tokenizer with the recipe's chat template."""
         kwargs = self.recipe.data.chat_template_kwargs
-        return _chat(self.base, self.loaded.chat_template(), kwargs)
+        return make_chat(self.base, self.loaded.chat_template(), kwargs)
 
     @property
     def data_directory(self) -> Path:
@@ -118,7 +131,7 @@ class Workspace:
         """
         directory, section = self.data_directory, self.recipe.data
         rows = read_conversations(directory)
-        check_token_ids(rows, vocab_size=self.base.num_tokens, path=directory / CONVERSATIONS_FILE)
+        check_token_ids(rows, vocab_size=self.num_tokens, path=directory / CONVERSATIONS_FILE)
         sides: dict[str, list[Conversation]] = {"train": [], "eval": []}
         kept, report = truncate_rows(rows, max_length=section.max_length, directory=directory)
         for line in report.location_lines():
@@ -238,7 +251,10 @@ def run_stage(stage: str, workspace: Workspace) -> Mapping[str, Any]:
         "train": _train,
         "accuracy": _accuracy,
     }
-    return actions[stage](workspace)
+    action = actions[stage]
+    if stage in _ON_ALL_PROCESSES:
+        return action(workspace)
+    return on_main(lambda: action(workspace))
 
 
 def _import_data(workspace: Workspace) -> Mapping[str, Any]:
@@ -263,125 +279,46 @@ def _distill(workspace: Workspace) -> Mapping[str, Any]:
     recipe = workspace.recipe
     section = recipe.data.distill
     assert section is not None
-    manifest = _generate(
-        recipe.base_model,
-        section,
+    options: dict[str, Any] = {
         # A run needs its base model for what follows, so it is loaded once and shared.
-        base=workspace.base if section.server is None else None,
-        template=workspace.loaded.chat_template(),
-        kwargs=recipe.data.chat_template_kwargs,
-        output=workspace.run.data,
+        "base": workspace.base if section.server is None else None,
+        "template": workspace.loaded.chat_template(),
+        "kwargs": recipe.data.chat_template_kwargs,
+    }
+    if section.server is None and num_processes() > 1:
+        return _distill_together(workspace, section, options)
+    manifest = on_main(
+        lambda: generate(recipe.base_model, section, output=workspace.run.data, **options)
     )
     return {"num_conversations": manifest["num_conversations"]}
 
 
-def _chat(base: BaseModel, template: str | None, kwargs: Mapping[str, Any]) -> ChatTokenizer:
-    return ChatTokenizer(
-        base.tokenizer,
-        stop_ids=base.stop_ids,
-        chat_template=template,
-        chat_template_kwargs=kwargs,
-    )
-
-
-def generate_dataset(
-    loaded: LoadedDistillConfig, *, output: Path, shard: tuple[int, int] | None = None
-) -> dict[str, Any]:
-    """Generate a data set apart from any run: what ``medusa-distill generate`` does.
-
-    Args:
-        loaded: what to generate.
-        output: directory of the data set.
-        shard: (i, n): do part i of n.
-
-    Returns:
-        The data set's manifest; of a shard, what it is part of.
-    """
-    config = loaded.config
-    check_writable(output)
-    return _generate(
-        config.base_model,
-        config.data.distill,
-        base=None,
-        template=loaded.chat_template(),
-        kwargs=config.data.chat_template_kwargs,
-        output=output,
-        shard=None if shard is None else Shard(*shard),
-    )
-
-
-def _generate(
-    base_model: BaseModelSection,
-    section: DistillSection,
-    *,
-    base: BaseModel | None,
-    template: str | None,
-    kwargs: Mapping[str, Any],
-    output: Path,
-    shard: Shard | None = None,
-) -> dict[str, Any]:
-    """Generate in process with ``base`` (loaded if it is None), or with servers, without it."""
-    shared: dict[str, Any] = {"settings": _settings(section), "output": output, "shard": shard}
-    if section.server is None:
-        base = _load(base_model) if base is None else base
-        writer = InProcessWriter(
-            base.model,
-            vocab_size=base.num_tokens,
-            max_rows=section.batch_size,
-            unit_size=section.block_size,
-            teacher=_teacher(section),
+def _distill_together(
+    workspace: Workspace, section: DistillSection, options: Mapping[str, Any]
+) -> Mapping[str, Any]:
+    """Every process writes its shard; the main one puts them together, to the same bytes."""
+    num, output = num_processes(), workspace.run.data
+    shards = [output / f"shard-{index}-of-{num}" for index in range(num)]
+    others = set(output.glob("shard-*-of-*")) - set(shards)
+    if others:
+        then = min(others).name.rpartition("-")[2]
+        raise InputError(
+            f"{output}: {then} processes have written a part of this data; go on with as many "
+            f"(--devices {then}), or make it again with --from distill"
         )
-        return run_distill(
-            writer,
-            _chat(base, template, kwargs),
-            base_model=base.name_or_path,
-            base_fingerprint=base.fingerprint,
-            **shared,
-        )
-    place = {"gguf_file": base_model.gguf_file, "revision": base_model.revision}
-    name = base_model.name_or_path
-    tokenizer = load_tokenizer(name, trust_remote_code=base_model.trust_remote_code, **place)
-    chat = ChatTokenizer(
-        tokenizer,
-        stop_ids=load_stop_ids(name, tokenizer=tokenizer, revision=base_model.revision),
-        chat_template=template,
-        chat_template_kwargs=kwargs,
-    )
-    options = section.server.model_dump(exclude={"max_failed"})
-    max_length = load_max_length(name, revision=base_model.revision)
-    with ServerWriter(
-        chat=chat, teacher=_teacher(section), max_length=max_length, **options
-    ) as servers:
-        return run_distill(
-            servers,
-            chat,
-            base_model=name,
-            base_fingerprint=base_fingerprint(name, **place),
-            max_failed=section.server.max_failed,
-            **shared,
-        )
+    index = process_index()
+    shard = Shard(index, num)
+    generate(workspace.recipe.base_model, section, output=shards[index], shard=shard, **options)
+    wait_for_all()
 
+    def put_together() -> dict[str, Any]:
+        manifest = merge(shards, output)
+        for directory in shards:
+            shutil.rmtree(directory)
+        return manifest
 
-def _load(section: BaseModelSection) -> BaseModel:
-    log(f"loading {section.name_or_path}")
-    return load_base_model(**section.model_dump())
-
-
-def _settings(section: DistillSection) -> DistillSettings:
-    """The recipe's section without what the writer alone needs."""
-    sources = tuple(PromptSource(**source.model_dump()) for source in section.sources)
-    if not sources:
-        kind: Literal["model", "file"] = "model" if section.prompts is None else "file"
-        sources = (PromptSource(kind, section.prompts),)
-    values = section.model_dump(exclude={"prompts", *_WRITERS_KEYS})
-    languages = tuple(section.languages)
-    return DistillSettings(**{**values, "sources": sources, "languages": languages})
-
-
-def _teacher(section: DistillSection) -> Teacher | None:
-    if section.teacher_top_n is not None:
-        return Teacher("top", section.teacher_top_n)
-    return None if section.teacher_samples is None else Teacher("samples", section.teacher_samples)
+    manifest = on_main(put_together)
+    return {"num_conversations": manifest["num_conversations"]}
 
 
 def _hidden_states(workspace: Workspace) -> Mapping[str, Any]:
@@ -408,19 +345,32 @@ def _train(workspace: Workspace) -> Mapping[str, Any]:
             "train.trainer.eval_strategy: no conversation is held out to evaluate on; raise "
             "data.eval_fraction, or set eval_strategy to 'no'"
         )
+    base = workspace.training_base()
     trainer = build_trainer(
-        workspace.recipe, base=workspace.base, data=data, run=run, run_name=workspace.loaded.name
+        workspace.recipe, base=base, data=data, run=run, run_name=workspace.loaded.name
     )
     checkpoint = last_checkpoint(run.checkpoints)
     if checkpoint is not None:
         log(f"going on from {checkpoint}")
     trainer.fit(checkpoint)
-    with atomic_directory(run.heads) as temporary:
-        save_heads(trainer.module.heads, temporary, base=trainer.identity)
-        workspace.base.tokenizer.save_pretrained(temporary)
-    if not workspace.recipe.train.keep_hidden_states:
-        shutil.rmtree(run.hidden_states, ignore_errors=True)
-    return {"steps": trainer.state.global_step, "seed": trainer.args.seed}
+    tensors = trainer.whole_tensors()
+
+    def save() -> None:
+        with atomic_directory(run.heads) as temporary:
+            config = trainer.module.heads.config
+            save_tensors(tensors, temporary, config=config, base=trainer.identity)
+            base.tokenizer.save_pretrained(temporary)
+        if not workspace.recipe.train.keep_hidden_states:
+            shutil.rmtree(run.hidden_states, ignore_errors=True)
+
+    on_main(save)
+    # Models that later stages load are not the training's, and are not sharded.
+    unset_hf_deepspeed_config()
+    return {
+        "steps": trainer.state.global_step,
+        "seed": trainer.args.seed,
+        "processes": num_processes(),
+    }
 
 
 def _facts(workspace: Workspace) -> dict[str, str]:

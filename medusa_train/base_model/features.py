@@ -74,6 +74,8 @@ def decoder(model: PreTrainedModel) -> nn.Module:
 def output_projection(model: PreTrainedModel) -> tuple[Tensor, Tensor | None]:
     """The model's ``lm_head``: weight [V, D], and bias [V] or None.
 
+    Where DeepSpeed has sharded the model, they are whole copies, and all processes call this.
+
     Raises:
         InputError: the model has none.
     """
@@ -83,7 +85,7 @@ def output_projection(model: PreTrainedModel) -> tuple[Tensor, Tensor | None]:
         raise InputError(
             f"{_name(model)}: the model has no output embedding, so it is no causal language model"
         )
-    return weight, getattr(head, "bias", None)
+    return _whole(weight), _whole(getattr(head, "bias", None))
 
 
 @torch.no_grad()
@@ -138,6 +140,15 @@ def _candidate_rules(config: Any) -> list[LogitRule]:
     caps: list[float | None] = [None, *values(_SOFT_CAPS)]
     # The richest rule first: where a scale of 1.0 and the config's agree to rounding, the config's.
     return [LogitRule(scale, cap) for cap in reversed(caps) for scale in reversed(scales)]
+
+
+def _whole(parameter: Any) -> Any:
+    if not hasattr(parameter, "ds_id"):
+        return parameter
+    import deepspeed
+
+    with deepspeed.zero.GatheredParameters([parameter]):
+        return parameter.detach().clone()
 
 
 def _is_close(ours: Tensor, theirs: Tensor) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +20,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from medusa_train.base_model.features import LogitRule, check_features
 from medusa_train.base_model.fingerprint import base_fingerprint, first_line
+from medusa_train.base_model.sharded import run_sharded, sharded_loading
 from medusa_train.errors import InputError
 
 
@@ -66,6 +68,7 @@ def load_base_model(
     attn_implementation: str | None = None,
     trust_remote_code: bool = False,
     device: torch.device | str | None = None,
+    zero3: Mapping[str, Any] | None = None,
 ) -> BaseModel:
     """Load a base model frozen and in eval mode, and check that our logits are the model's.
 
@@ -77,6 +80,8 @@ def load_base_model(
         attn_implementation: as in transformers; None leaves the choice to it.
         trust_remote_code: run code that comes with the model. Off unless asked for.
         device: None is accelerate's choice.
+        zero3: DeepSpeed configuration with which the weights are sharded over the processes; all of
+            them call this. None gives every process the whole model.
 
     Raises:
         InputError: there is no such model, it is no causal LM, or its logits cannot be reproduced.
@@ -98,12 +103,20 @@ def load_base_model(
     if attn_implementation is not None:
         options["attn_implementation"] = attn_implementation
     try:
-        model = AutoModelForCausalLM.from_pretrained(name_or_path, **options)
+        if zero3 is None:
+            model = AutoModelForCausalLM.from_pretrained(name_or_path, **options)
+            # nn.Module.to is the same call; transformers wraps it so that mypy cannot read it.
+            torch.nn.Module.to(model, device or default_device())
+            model.eval().requires_grad_(False)
+            logit_rule = check_features(model)
+        else:
+            config = AutoConfig.from_pretrained(name_or_path, **options)
+            with sharded_loading(zero3, dtype=config.dtype or torch.float32) as sharding:
+                model = AutoModelForCausalLM.from_pretrained(name_or_path, **options)
+            model.eval().requires_grad_(False)
+            logit_rule = run_sharded(model, sharding, check=lambda: check_features(model))
     except (OSError, ValueError, ImportError) as error:
         raise InputError(f"{name_or_path}: cannot be loaded: {first_line(error)}") from error
-    # nn.Module.to is the same call; transformers wraps it in a way that type checkers cannot read.
-    torch.nn.Module.to(model, device or default_device())
-    model.eval().requires_grad_(False)
     return BaseModel(
         model=model,
         tokenizer=tokenizer,
@@ -112,7 +125,7 @@ def load_base_model(
         gguf_file=gguf_file,
         fingerprint=fingerprint,
         stop_ids=tuple(_stop_ids(model.generation_config, tokenizer)),
-        logit_rule=check_features(model),
+        logit_rule=logit_rule,
     )
 
 

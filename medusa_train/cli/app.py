@@ -9,7 +9,9 @@ from __future__ import annotations
 import contextlib
 import importlib.abc
 import importlib.util
+import os
 import sys
+import time
 from collections.abc import Sequence
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -21,6 +23,7 @@ import typer.core
 from medusa_train.errors import MedusaTrainError
 
 INTERRUPTED = 130
+WAIT_FOR_MAIN_SECONDS = 15.0
 
 # Typer's own copy of click is private; the base of the one usage error that it exports is all of
 # them: unknown options and commands, missing and bad values.
@@ -60,7 +63,7 @@ class ErrorGroup(typer.core.TyperGroup):
             code = _print_usage_error(error)
         except typer.Abort:
             code = 1
-        if code == INTERRUPTED:
+        if code == INTERRUPTED and _rank() == 0:
             typer.echo("interrupted", err=True)
         if standalone_mode:
             sys.exit(code or 0)
@@ -87,17 +90,30 @@ class _ToStderr(importlib.abc.MetaPathFinder):
         del path, target
         if fullname != "deepspeed":
             return None
+        # Libraries also only ask whether it is there, so it is found this way every time.
         sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(fullname)
+        try:
+            spec = importlib.util.find_spec(fullname)
+        finally:
+            sys.meta_path.insert(0, self)
         if spec is not None and spec.loader is not None:
             load = spec.loader.exec_module
 
             def load_to_stderr(module: ModuleType) -> None:
+                _choose_accelerator()
                 with contextlib.redirect_stdout(sys.stderr):
                     load(module)
 
             spec.loader.exec_module = load_to_stderr  # type: ignore[method-assign]
         return spec
+
+
+def _choose_accelerator() -> None:
+    """Tell DeepSpeed that the CPU is meant where nothing else is there; else it warns of it."""
+    import torch
+
+    if not torch.accelerator.is_available():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 
 def make_app(help_text: str, *, name: str) -> typer.Typer:
@@ -124,9 +140,20 @@ def make_app(help_text: str, *, name: str) -> typer.Typer:
 
 
 def print_errors(error: MedusaTrainError) -> None:
-    """Print each of the error's lines on stderr."""
+    """Print each of the error's lines on stderr.
+
+    Where several processes run, the main one most likely has the same to say, and then the launcher
+    ends the others while they wait here; what only one of them has met is said with its number.
+    """
+    rank = _rank()
+    if rank and error.lines:
+        time.sleep(WAIT_FOR_MAIN_SECONDS)
     for line in error.lines:
-        typer.echo(f"error: {line}", err=True)
+        typer.echo(f"error: process {rank}: {line}" if rank else f"error: {line}", err=True)
+
+
+def _rank() -> int:
+    return int(os.environ.get("RANK", "0"))
 
 
 def _version(wanted: bool) -> None:

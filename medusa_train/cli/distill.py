@@ -84,7 +84,7 @@ def generate(
     loaded = load_distill_config(config, [*given, *(overrides or ())])
     loaded.require_files()
 
-    from medusa_train.stages import generate_dataset
+    from medusa_train.generation import generate_dataset
 
     _show(generate_dataset(loaded, output=output, shard=part), output=output, as_json=as_json)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import json
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -37,13 +38,22 @@ def run(
     start: Annotated[
         Stage | None, typer.Option("--from", help="Run this stage again, and all after it.")
     ] = None,
+    devices: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Processes to start, one per device; without it, one for each accelerator here.",
+        ),
+    ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Say what would run and what would be skipped.")
     ] = False,
 ) -> None:
     """Run the stages of a recipe.
 
-    A stage whose output is there already, made from the same things, is skipped.
+    A stage whose output is there already, made from the same things, is skipped. With several
+    accelerators the command starts itself once for each of them, as torchrun does; under torchrun,
+    accelerate or deepspeed it is one of their processes.
     """
     from medusa_train.recipe.load import load_recipe
 
@@ -52,6 +62,14 @@ def run(
     loaded = load_recipe(recipe, overrides or ())
     loaded.require_files()
 
+    from medusa_train.launch import processes_to_start, run_again
+
+    num_processes = 0 if dry_run else processes_to_start(loaded.recipe, devices=devices)
+    if num_processes:
+        # Each process has said itself how it ended.
+        sys.exit(run_again(sys.argv[1:], num_processes=num_processes))
+
+    from medusa_train.console import is_main_process
     from medusa_train.pipeline import run_pipeline
 
     finished = run_pipeline(
@@ -60,7 +78,7 @@ def run(
         start=start.value if start else None,
         dry_run=dry_run,
     )
-    if not dry_run and only in {None, Stage.ACCURACY}:
+    if not dry_run and only in {None, Stage.ACCURACY} and is_main_process():
         _print_accuracy(finished.report)
 
 
@@ -150,3 +168,7 @@ app.command()(plot)
 def main() -> None:
     """The console script."""
     app()
+
+
+if __name__ == "__main__":
+    main()

@@ -26,13 +26,13 @@ from medusa_train.data.teacher_logprobs import num_bytes
 from medusa_train.distill import filters
 from medusa_train.distill.assemble import Assembly, listed, say
 from medusa_train.distill.dialogues import Origin
-from medusa_train.distill.interrupts import Interrupt, interruptible
 from medusa_train.distill.journal import Journal, Unit
 from medusa_train.distill.openings import Openings
 from medusa_train.distill.settings import DistillSettings
 from medusa_train.distill.unit import Work, write_unit
 from medusa_train.distill.writer import Writer
 from medusa_train.errors import InputError, MedusaTrainError
+from medusa_train.interrupts import Interrupt, interruptible
 from medusa_train.run_dir import check_writable, locked, read_json, write_json
 
 WORK = "generation"

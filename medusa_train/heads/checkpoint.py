@@ -38,16 +38,23 @@ def save_heads(heads: MedusaHeads, directory: Path, *, base: BaseIdentity) -> No
 
     The spec goes last: a directory with a spec is whole.
     """
-    directory.mkdir(parents=True, exist_ok=True)
-    (directory / SPEC_FILE).unlink(missing_ok=True)
     tensors = {
         name: tensor.detach().cpu().contiguous() for name, tensor in heads.state_dict().items()
     }
+    save_tensors(tensors, directory, config=heads.config, base=base)
+
+
+def save_tensors(
+    tensors: dict[str, Tensor], directory: Path, *, config: HeadsConfig, base: BaseIdentity
+) -> None:
+    """Write a heads directory from the heads' state: whole tensors on the CPU, by their names."""
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / SPEC_FILE).unlink(missing_ok=True)
     temporary = directory / f".{WEIGHTS_FILE}.tmp"
     save_file(tensors, temporary, metadata={"format": "pt"})
     os.replace(temporary, directory / WEIGHTS_FILE)
-    _write_json(directory / CONFIG_FILE, format_a_config(heads.config, base))
-    _write_json(directory / SPEC_FILE, to_spec(heads.config, base))
+    _write_json(directory / CONFIG_FILE, format_a_config(config, base))
+    _write_json(directory / SPEC_FILE, to_spec(config, base))
 
 
 def read_spec(directory: Path) -> tuple[HeadsConfig, BaseIdentity]:

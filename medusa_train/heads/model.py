@@ -94,7 +94,7 @@ class MedusaHeads(nn.ModuleList):
         return hidden_states
 
     def output_weight(
-        self, head: int, *, lm_head_weight: Tensor, lm_head_bias: Tensor | None = None
+        self, head: int, *, lm_head_weight: Tensor | None, lm_head_bias: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
         """The projection of one head: ([V, D], [V] or None), rows in the order of its logits.
 
@@ -106,6 +106,7 @@ class MedusaHeads(nn.ModuleList):
         if self.config.layout == "full":
             projection = cast("nn.Linear", self._head(head)[-1])
             return projection.weight, projection.bias
+        assert lm_head_weight is not None, "shared heads need the base's lm_head"
         if self.token_map is None:
             return lm_head_weight, lm_head_bias
         bias = None if lm_head_bias is None else lm_head_bias[self.token_map]

@@ -13,6 +13,7 @@ from typing import Any, TypeVar, get_args
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
+from medusa_train.recipe.deepspeed_block import check_deepspeed
 from medusa_train.recipe.schema import DistillSection, Recipe
 from medusa_train.recipe.trainer_block import check_trainer
 from medusa_train.recipe.yaml_reader import Key, show
@@ -44,8 +45,16 @@ def field_mistakes(schema: type[Config], value: Any) -> tuple[Config | None, lis
     try:
         return schema.model_validate(value), []
     except ValidationError as error:
-        details = error.errors(include_url=False)
-        return None, [(tuple(detail["loc"]), _message(schema, detail)) for detail in details]
+        wrong: dict[Key, str] = {}
+        for detail in error.errors(include_url=False):
+            key = tuple(detail["loc"])
+            if _is_choice_of_types(key):
+                # One error for each type that the value might have had.
+                kinds = "text or a section of keys and values"
+                wrong[key[:-1]] = f"must be {kinds}; got {show(detail['input'])}"
+            else:
+                wrong[key] = _message(schema, detail)
+        return None, list(wrong.items())
 
 
 def combined_mistakes(schema: type[BaseModel], value: Mapping[str, Any]) -> Iterator[Wrong]:
@@ -58,6 +67,13 @@ def combined_mistakes(schema: type[BaseModel], value: Mapping[str, Any]) -> Iter
     trainer = _section(_section(value, "train"), "trainer")
     for name, message in check_trainer(trainer):
         yield ("train", "trainer", name), message
+    deepspeed = value.get("deepspeed")
+    if isinstance(deepspeed, dict):
+        for name, message in check_deepspeed(deepspeed):
+            yield ("deepspeed", name), message
+    if deepspeed is not None and trainer.get("use_cpu") is True:
+        message = "excludes deepspeed; hide the accelerators instead (CUDA_VISIBLE_DEVICES=)"
+        yield ("train", "trainer", "use_cpu"), message
 
 
 def _source_mistakes(data: Mapping[str, Any]) -> Iterator[Wrong]:
@@ -129,6 +145,10 @@ def _number(distill: Mapping[str, Any], name: str) -> int:
     default = DistillSection.model_fields[name].default
     value = distill.get(name, default)
     return value if isinstance(value, int) else int(default)
+
+
+def _is_choice_of_types(key: Key) -> bool:
+    return str(key[-1]) in {"constrained-str", "dict[str,any]"}
 
 
 def _section(value: Mapping[str, Any], name: str) -> Mapping[str, Any]:

@@ -9,8 +9,9 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel
 
-from medusa_train.errors import InputErrors
+from medusa_train.errors import InputError, InputErrors
 from medusa_train.recipe.checks import combined_mistakes, field_mistakes
+from medusa_train.recipe.deepspeed_block import check_deepspeed, read_deepspeed
 from medusa_train.recipe.schema import DistillConfig, Recipe
 from medusa_train.recipe.source import Mistake, Source, read_source, read_text
 from medusa_train.recipe.yaml_reader import Key, dump
@@ -21,6 +22,8 @@ FILE_KEYS: tuple[Key, ...] = (
     ("data", "path"),
     ("data", "chat_template"),
     ("data", "distill", "prompts"),
+    ("deepspeed",),
+    ("heads", "init_from"),
 )
 """Keys that name files; a relative path is looked up here, else beside the recipe."""
 
@@ -143,7 +146,7 @@ def _with_found_files(config: Config, source: Source) -> tuple[Config, tuple[str
     missing = []
     for key in (*FILE_KEYS, *_source_keys(source)):
         value = source.get(key)
-        if value is None or (key[-1] == "chat_template" and is_template_text(value)):
+        if not isinstance(value, str) or (key[-1] == "chat_template" and is_template_text(value)):
             continue
         places = [Path(value).expanduser()]
         if source.path is not None and not places[0].is_absolute():
@@ -151,11 +154,25 @@ def _with_found_files(config: Config, source: Source) -> tuple[Config, tuple[str
         found = next((place for place in places if place.exists()), None)
         if found is not None:
             config = _replaced(config, key, str(found))
+            if key == ("deepspeed",):
+                _check_deepspeed_file(found, source)
         else:
             tried = " and ".join(repr(str(place)) for place in dict.fromkeys(places))
             message = f"no such file; looked for {tried}"
             missing.append(str(Mistake(source.place_of(key), key, message)))
     return config, tuple(missing)
+
+
+def _check_deepspeed_file(path: Path, source: Source) -> None:
+    key: Key = ("deepspeed",)
+    try:
+        config = read_deepspeed(str(path))
+        wrong = [f"{path}: {name}: {what}" for name, what in check_deepspeed(config)]
+    except InputError as error:
+        wrong = [str(error)]
+    if wrong:
+        place = source.place_of(key)
+        raise InputErrors([str(Mistake(place, key, message)) for message in wrong])
 
 
 def _source_keys(source: Source) -> list[Key]:

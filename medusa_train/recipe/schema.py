@@ -60,6 +60,9 @@ class HeadsSection(Section):
     """Residual layers L in each head."""
     layout: Literal["full", "shared"] = "full"
     """`full`: every head has its own output matrix. `shared`: all heads use the base model's."""
+    init_from: Text | None = None
+    """Heads directory to start from, such as a checkpoint's; null starts from the base model's own
+    `lm_head`."""
     vocab_size: Count | None = None
     """Train over the N most frequent target tokens only; null is the whole vocabulary. Others count
     as misses in the accuracy."""
@@ -249,6 +252,9 @@ class Recipe(Section):
     """Where the training conversations come from."""
     train: TrainSection = TrainSection()
     """How the heads are trained."""
+    deepspeed: Text | dict[str, Any] | None = None
+    """DeepSpeed configuration or the JSON file that holds one, such as
+    `recipes/deepspeed/zero2.json`; null trains without DeepSpeed."""
     evaluate: EvaluateSection = EvaluateSection()
     """What the accuracy report holds."""
     tracking: TrackingSection = TrackingSection()

@@ -19,7 +19,7 @@ _STAGES = "the recipe's stages decide that; remove the key"
 
 REFUSED: Mapping[str, str] = {
     "output_dir": "checkpoints lie in the run directory; set run_dir instead",
-    "deepspeed": "one device needs none; remove the key",
+    "deepspeed": "set the recipe's own section deepspeed instead",
     "report_to": "set tracking.wandb, tracking.mlflow or tracking.tensorboard instead",
     "run_name": "set tracking.run_name instead",
     "project": "set tracking.project instead",

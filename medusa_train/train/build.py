@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +16,18 @@ from medusa_train.base_model.features import output_projection
 from medusa_train.base_model.load import BaseModel
 from medusa_train.console import log
 from medusa_train.data.conversations import Conversation
-from medusa_train.errors import InputError
+from medusa_train.distributed import is_launched
+from medusa_train.errors import InputError, InputErrors
+from medusa_train.heads.checkpoint import load_heads
 from medusa_train.heads.config import BaseIdentity, HeadsConfig
 from medusa_train.heads.model import MedusaHeads, most_frequent_tokens, num_candidate_rows
 from medusa_train.hidden_states.cache import CachedExamples, CachedHiddenStates, collate_cached
 from medusa_train.hidden_states.online import OnlineExamples, OnlineHiddenStates, collate_online
 from medusa_train.losses import Teacher, head_weights
+from medusa_train.recipe.deepspeed_block import read_deepspeed
 from medusa_train.recipe.schema import HeadsSection, Recipe
 from medusa_train.run_dir import RunDir
+from medusa_train.train.even import even_examples
 from medusa_train.train.module import HeadsModule
 from medusa_train.train.trackers import chosen_trackers, set_environment
 from medusa_train.train.tracking import MetricsFile, TrainingLog
@@ -39,6 +44,14 @@ _TRAINER_DEFAULTS: dict[str, Any] = {
     "save_steps": 200,
     "save_total_limit": 2,
     "eval_strategy": "no",
+    # The buffers are constants.
+    "ddp_broadcast_buffers": False,
+    "ddp_find_unused_parameters": False,
+}
+# With evaluation, the checkpoint whose chain is longest on the held-out text is the best one.
+_BEST_DEFAULTS: dict[str, Any] = {
+    "metric_for_best_model": "acceptance_length",
+    "greater_is_better": True,
 }
 
 
@@ -86,7 +99,6 @@ def build_trainer(
         heads.to(args.device),
         source=CachedHiddenStates() if is_cached else OnlineHiddenStates(base.model),
         base_config=base.model.config,
-        base=None if is_cached else base.model,
         lm_head=lm_head,
         head_weights=head_weights(recipe.heads.num_heads, decay=recipe.train.head_loss_decay),
         chunk_size=recipe.train.loss_chunk_size,
@@ -102,7 +114,11 @@ def build_trainer(
         module,
         args,
         identity=identity,
-        train_dataset=_dataset(recipe, data.train, data.train_cache),
+        train_dataset=even_examples(
+            _dataset(recipe, data.train, data.train_cache),
+            batch_size=args.per_device_train_batch_size,
+            num_processes=args.world_size,
+        ),
         eval_dataset=(
             _dataset(recipe, data.eval, data.eval_cache) if args.eval_strategy != "no" else None
         ),
@@ -120,12 +136,19 @@ def training_arguments(recipe: Recipe, run: RunDir, *, run_name: str) -> Trainin
     # Pinned memory without an accelerator is a warning at every start.
     pinning = {"dataloader_pin_memory": torch.accelerator.is_available()}
     block = {**_TRAINER_DEFAULTS, **pinning, **recipe.train.trainer}
+    if block["eval_strategy"] != "no" and "metric_for_best_model" not in block:
+        block |= _BEST_DEFAULTS
+    if is_launched() and not torch.accelerator.is_available():
+        # Only so does accelerate join the processes of a machine that has the CPU alone.
+        block["use_cpu"] = True
+    deepspeed = None if recipe.deepspeed is None else _deepspeed(recipe.deepspeed)
     trackers = chosen_trackers(recipe.tracking)
     set_environment(recipe.tracking, run)
     try:
         return TrainingArguments(
             **block,
             output_dir=str(run.checkpoints),
+            deepspeed=deepspeed,
             report_to=trackers,
             run_name=recipe.tracking.run_name or run_name,
             disable_tqdm=True,
@@ -135,6 +158,28 @@ def training_arguments(recipe: Recipe, run: RunDir, *, run_name: str) -> Trainin
     except (TypeError, ValueError) as error:
         message = str(error).strip().splitlines()[0]
         raise InputError(f"train.trainer: {message}") from error
+
+
+def _deepspeed(value: str | dict[str, Any]) -> dict[str, Any]:
+    """The DeepSpeed configuration, once what it needs is there.
+
+    Raises:
+        InputError: DeepSpeed is not installed, or cannot use a disk on this machine.
+    """
+    if importlib.util.find_spec("deepspeed") is None:
+        raise InputError('deepspeed: is not installed; pip install "medusa-train[deepspeed]"')
+    config = read_deepspeed(value)
+    zero = config["zero_optimization"]
+    offloads = [zero.get(name) or {} for name in ("offload_optimizer", "offload_param")]
+    if any(offload.get("device") == "nvme" for offload in offloads):
+        from deepspeed.ops.op_builder import AsyncIOBuilder
+
+        if not AsyncIOBuilder().is_compatible(verbose=False):
+            raise InputError(
+                "deepspeed: offload to nvme needs the library libaio with its headers; install it "
+                "(libaio-dev), or offload to the device cpu"
+            )
+    return config
 
 
 def new_heads(
@@ -175,8 +220,35 @@ def new_heads(
         lm_head_bias=bias is not None,
     )
     heads = MedusaHeads(config, token_map=token_map)
-    heads.init_from_base(weight, bias)
+    if section.init_from is None:
+        heads.init_from_base(weight, bias)
+    else:
+        start_from(heads, Path(section.init_from), base_fingerprint=base.fingerprint)
     return heads
+
+
+def start_from(heads: MedusaHeads, directory: Path, *, base_fingerprint: str) -> None:
+    """Give ``heads`` the weights in a heads directory.
+
+    Raises:
+        InputError: they are of another base, or of another shape.
+    """
+    found, _ = load_heads(directory, base_fingerprint=base_fingerprint)
+    wrong = [
+        f"heads.init_from: {directory}: has {field.name} {theirs}, the recipe has {ours}"
+        for field in fields(HeadsConfig)
+        if (theirs := getattr(found.config, field.name))
+        != (ours := getattr(heads.config, field.name))
+    ]
+    token_map, other = heads.token_map, found.token_map
+    if not wrong and token_map is not None and other is not None and not token_map.equal(other):
+        wrong = [
+            f"heads.init_from: {directory}: names other tokens than the {len(token_map)} most "
+            "frequent ones of this data; train on the same data, or without heads.vocab_size"
+        ]
+    if wrong:
+        raise InputErrors(wrong)
+    heads.load_state_dict(found.state_dict())
 
 
 def base_identity(

@@ -1,4 +1,4 @@
-"""Base and heads as one module under the Trainer, with the Medusa-1 loss inside its forward.
+"""The heads as one module under the Trainer, with the Medusa-1 loss inside its forward.
 
 ``L = Σ_k λ_k · Σ_pairs cross-entropy ÷ pairs_k`` (paper, eq. 1), where ``pairs_k`` counts the valid
 pairs of head k in the whole accumulated batch of all processes, so that accumulation and the number
@@ -13,22 +13,80 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from medusa_train.heads.model import MedusaHeads
 from medusa_train.hidden_states.online import HiddenStateSource
-from medusa_train.losses import IGNORE, HeadLoss, Teacher, chunked_cross_entropy, label_offset
+from medusa_train.losses import IGNORE, Teacher, chunked_cross_entropy, label_offset
 from medusa_train.metrics import HeadCounts, hits_from_ranks
 
 
+class HeadObjective(nn.Module):
+    """One head with its loss: a module of its own, whose forward finds sharded weights whole.
+
+    Args:
+        heads: all heads.
+        head: which of them, 0-based.
+        teacher: gives soft targets, or None.
+        chunk_size: rows of logits that exist at one time; None chooses by V.
+        num_candidates: how many of the head's logits stand for tokens, so that they have a rank.
+    """
+
+    heads: MedusaHeads
+
+    def __init__(
+        self,
+        heads: MedusaHeads,
+        *,
+        head: int,
+        teacher: Teacher | None,
+        chunk_size: int | None,
+        num_candidates: int,
+    ) -> None:
+        super().__init__()
+        self.layers = heads[head]
+        object.__setattr__(self, "heads", heads)  # this module has no other head's parameters
+        self.head = head
+        self.teacher = teacher
+        self.chunk_size = chunk_size
+        self.num_candidates = num_candidates
+
+    def forward(
+        self,
+        states: Tensor,
+        labels: Tensor,
+        *,
+        teacher_states: Tensor | None,
+        lm_head: tuple[Tensor, Tensor | None] | None,
+        with_ranks: bool,
+        compute_dtype: torch.dtype,
+    ) -> tuple[Tensor, Tensor]:
+        """The summed loss [] of ``states`` [N, D] against rows ``labels`` [N], and the ranks."""
+        lm_head_weight, lm_head_bias = (None, None) if lm_head is None else lm_head
+        weight, bias = self.heads.output_weight(
+            self.head, lm_head_weight=lm_head_weight, lm_head_bias=lm_head_bias
+        )
+        result = chunked_cross_entropy(
+            self.heads.trunk(states, head=self.head),
+            weight,
+            bias=bias,
+            labels=labels,
+            teacher=self.teacher,
+            teacher_states=teacher_states,
+            chunk_size=self.chunk_size,
+            compute_dtype=compute_dtype,
+            with_ranks=with_ranks,
+            num_candidates=self.num_candidates,
+        )
+        return result.loss_sum, result.ranks
+
+
 class HeadsModule(nn.Module):
-    """The heads, the frozen base where it is needed, and where hidden states come from.
+    """The heads, and where hidden states come from. The frozen base is no part of it.
 
     Args:
         heads: trained; fp32 master weights.
         source: gives the hidden states of a batch.
         base_config: the base's config; DeepSpeed's "auto" keys read the hidden size from it.
-        base: the frozen base, for online states; None when they come from a cache.
         lm_head: the base's (weight [V, D], bias [V] or None), for the layout ``shared``.
         head_weights: [K] λ of each head.
         chunk_size: rows of logits that exist at one time; None chooses by V.
@@ -38,7 +96,8 @@ class HeadsModule(nn.Module):
             source position of a span, one after another, its last one included.
     """
 
-    lm_head_weight: Tensor
+    heads: MedusaHeads
+    lm_head_weight: Tensor | None
     lm_head_bias: Tensor | None
 
     def __init__(
@@ -47,7 +106,6 @@ class HeadsModule(nn.Module):
         *,
         source: HiddenStateSource,
         base_config: Any,
-        base: PreTrainedModel | None,
         lm_head: tuple[Tensor, Tensor | None] | None,
         head_weights: list[float],
         chunk_size: int | None,
@@ -56,15 +114,22 @@ class HeadsModule(nn.Module):
         teacher: Teacher | None = None,
     ) -> None:
         super().__init__()
-        self.heads = heads
-        self.base = base
+        object.__setattr__(self, "heads", heads)  # their parameters are the objectives'
         self.config = base_config
         self.source = source
         self.head_weights = head_weights
-        self.chunk_size = chunk_size
         self.compute_dtype = compute_dtype
-        self.num_candidates = num_candidates
         self.teacher = teacher
+        self.objectives = nn.ModuleList(
+            HeadObjective(
+                heads,
+                head=head,
+                teacher=teacher,
+                chunk_size=chunk_size,
+                num_candidates=num_candidates,
+            )
+            for head in range(heads.config.num_heads)
+        )
         weight, bias = lm_head if lm_head is not None else (None, None)
         self.register_buffer("lm_head_weight", weight, persistent=False)
         self.register_buffer("lm_head_bias", bias, persistent=False)
@@ -103,22 +168,24 @@ class HeadsModule(nn.Module):
         """
         states = self.source(batch).to(next(self.heads.parameters()).dtype)
         rows = self.heads.labels_to_rows(labels, ignore=IGNORE)
+        weight = self.lm_head_weight
+        lm_head = None if weight is None else (weight, self.lm_head_bias)
         loss = states.new_zeros(())
         parts, firsts = [], []
         # The products choose their own dtype; autocast must not choose it again.
         with torch.autocast(states.device.type, enabled=False):
             for k in range(self.heads.config.num_heads):
                 is_valid = rows[:, k] != IGNORE
-                loss_sum, ranks = self._head_loss(
+                loss_sum, ranks = self.objectives[k](
                     states[is_valid],
                     rows[is_valid, k],
                     teacher_states=self._teacher_states(states, is_valid, head=k),
-                    head=k,
+                    lm_head=lm_head,
                     with_ranks=with_ranks,
                     compute_dtype=compute_dtype or self.compute_dtype,
                 )
-                weight = self.head_weights[k] / num_pairs[k].clamp(min=1)
-                loss = loss + loss_sum * weight.to(loss_sum.dtype)
+                share = self.head_weights[k] / num_pairs[k].clamp(min=1)
+                loss = loss + loss_sum * share.to(loss_sum.dtype)
                 parts.append(_counts(loss_sum, ranks, is_valid, with_ranks=with_ranks))
                 if with_ranks:
                     firsts.append(torch.zeros_like(is_valid).masked_scatter(is_valid, ranks == 0))
@@ -130,32 +197,6 @@ class HeadsModule(nn.Module):
         if self.teacher is None:
             return None
         return states[is_valid.nonzero().squeeze(1) + label_offset(head) - 1]
-
-    def _head_loss(
-        self,
-        states: Tensor,
-        labels: Tensor,
-        *,
-        teacher_states: Tensor | None,
-        head: int,
-        with_ranks: bool,
-        compute_dtype: torch.dtype,
-    ) -> HeadLoss:
-        weight, bias = self.heads.output_weight(
-            head, lm_head_weight=self.lm_head_weight, lm_head_bias=self.lm_head_bias
-        )
-        return chunked_cross_entropy(
-            self.heads.trunk(states, head=head),
-            weight,
-            bias=bias,
-            labels=labels,
-            teacher=self.teacher,
-            teacher_states=teacher_states,
-            chunk_size=self.chunk_size,
-            compute_dtype=compute_dtype,
-            with_ranks=with_ranks,
-            num_candidates=self.num_candidates,
-        )
 
 
 def _counts(loss_sum: Tensor, ranks: Tensor, is_valid: Tensor, *, with_ranks: bool) -> Tensor:

@@ -19,12 +19,21 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_callback import PrinterCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 
+from medusa_train.console import log
+from medusa_train.distributed import wait_for_all
 from medusa_train.errors import MedusaTrainError
-from medusa_train.heads.checkpoint import load_heads, save_heads
+from medusa_train.heads.checkpoint import load_heads, save_tensors
 from medusa_train.heads.config import BaseIdentity
 from medusa_train.hidden_states.cache import CachedExamples
 from medusa_train.hidden_states.online import OnlineExamples
+from medusa_train.interrupts import interruptible
 from medusa_train.metrics import HeadCounts
+from medusa_train.train.checkpoints import (
+    StopWhenAsked,
+    check_same_processes,
+    whole_tensor,
+)
+from medusa_train.train.even import EvenExamples
 from medusa_train.train.held_out import evaluate_held_out
 from medusa_train.train.module import HeadsModule
 from medusa_train.train.throughput import Throughput
@@ -55,7 +64,7 @@ class HeadsTrainer(Trainer):
         args: TrainingArguments,
         *,
         identity: BaseIdentity,
-        train_dataset: CachedExamples | OnlineExamples,
+        train_dataset: CachedExamples | OnlineExamples | EvenExamples,
         eval_dataset: CachedExamples | OnlineExamples | None,
         collate: Callable[[Sequence[Any]], dict[str, Tensor]],
         callbacks: list[TrainerCallback],
@@ -169,25 +178,60 @@ class HeadsTrainer(Trainer):
     def fit(self, checkpoint: Path | None = None) -> None:
         """Train to the end, from ``checkpoint`` or from the start.
 
-        Raises:
-            MedusaTrainError: a loss was not finite, or a checkpoint could not be written.
-        """
-        try:
-            self.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
-        finally:
-            for callback in self.callback_handler.callbacks:
-                if isinstance(callback, TrainingLog):
-                    callback.close()
-        self.check_finite()
+        Ctrl-C or SIGTERM in any process saves a checkpoint after the step.
 
-    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        Raises:
+            InputError: the checkpoint is of another number or kind of processes.
+            MedusaTrainError: a loss was not finite, or a checkpoint could not be written.
+            KeyboardInterrupt: it was interrupted, and saved.
+        """
+        if checkpoint is not None:
+            check_same_processes(checkpoint, engine=self._engine())
+        with interruptible("saving a checkpoint after this step") as interrupt:
+            stop = StopWhenAsked(interrupt)
+            self.add_callback(stop)
+            try:
+                self.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+            finally:
+                self.remove_callback(stop)
+                for callback in self.callback_handler.callbacks:
+                    if isinstance(callback, TrainingLog):
+                        callback.close()
+        self.check_finite()
+        if stop.has_stopped:
+            log(
+                f"interrupted at step {self.state.global_step}: run the same command again to go on"
+            )
+            raise KeyboardInterrupt
+
+    def _engine(self) -> str:
+        if self.is_deepspeed_enabled:
+            return "DeepSpeed"
+        return "FSDP" if self.is_fsdp_enabled else "plain"
+
+    def whole_tensors(self) -> dict[str, Tensor]:
+        """The heads' tensors in fp32 on the CPU, in the main process; in the others none.
+
+        All processes call it: where weights are sharded, they are put together one at a time.
+        """
+        tensors = {}
+        for name, tensor in self.module.heads.state_dict(keep_vars=True).items():
+            whole = whole_tensor(tensor)
+            if self.args.should_save:
+                tensors[name] = whole.detach().cpu().contiguous()
+        return tensors
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write the heads, and nothing of the base."""
-        del state_dict
+        tensors = self.whole_tensors()
         if self.args.should_save and output_dir is not None:
-            save_heads(self.module.heads, Path(output_dir), base=self.identity)
+            config = self.module.heads.config
+            save_tensors(tensors, Path(output_dir), config=config, base=self.identity)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        del model
+        if self.is_fsdp_enabled:
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+            return
         heads, _ = load_heads(
             Path(resume_from_checkpoint), base_fingerprint=self.identity.fingerprint
         )
@@ -203,7 +247,7 @@ class HeadsTrainer(Trainer):
         staging = directory / STAGING
         if self.args.should_save:
             shutil.rmtree(staging, ignore_errors=True)
-        self.accelerator.wait_for_everyone()
+        wait_for_all()
         self.is_staging = True
         try:
             super()._save_checkpoint(model, trial)
@@ -214,23 +258,24 @@ class HeadsTrainer(Trainer):
             ) from error
         finally:
             self.is_staging = False
-        self.accelerator.wait_for_everyone()
+        wait_for_all()
         if self.args.should_save:
             name = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
             shutil.rmtree(directory / name, ignore_errors=True)
             (staging / name).rename(directory / name)
+            self._note_best(directory)
             rotate_checkpoints(
                 output_dir=str(directory),
                 save_total_limit=self.args.save_total_limit,
                 best_model_checkpoint=self.state.best_model_checkpoint,
             )
+        wait_for_all()
 
-
-def last_checkpoint(directory: Path) -> Path | None:
-    """The complete checkpoint with the most steps in ``directory``, or None."""
-    found = [
-        (int(path.name.removeprefix(f"{PREFIX_CHECKPOINT_DIR}-")), path)
-        for path in directory.glob(f"{PREFIX_CHECKPOINT_DIR}-*")
-        if path.name.removeprefix(f"{PREFIX_CHECKPOINT_DIR}-").isdigit()
-    ]
-    return max(found)[1] if found else None
+    def _note_best(self, directory: Path) -> None:
+        """Name the checkpoint with the best evaluation; rotation keeps it."""
+        step = self.state.best_global_step
+        best = directory / f"{PREFIX_CHECKPOINT_DIR}-{step}"
+        if step and best.exists() and self.state.best_model_checkpoint != str(best):
+            self.state.best_model_checkpoint = str(best)
+            name, value = self.args.metric_for_best_model, self.state.best_metric
+            log(f"best checkpoint: {best}, {name} {value:.4f}")

@@ -90,8 +90,8 @@ tracking: {wandb: yes}
         "you mean 'eval_strategy'?",
         "x.yaml:18: evaluate: must be a section of keys and values; remove it for the defaults; "
         "got null",
-        "x.yaml:19: zebra: unknown key; known keys: base_model, heads, data, train, evaluate, "
-        "tracking, run_dir",
+        "x.yaml:19: zebra: unknown key; known keys: base_model, heads, data, train, deepspeed, "
+        "evaluate, tracking, run_dir",
         "x.yaml:20: tracking.wandb: must be true or false; got 'yes'",
     ]
 

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM while a generation runs: the first asks it to finish what it is writing."""
+"""Ctrl-C and SIGTERM during long work: the first asks for an end at the next good moment."""
 
 from __future__ import annotations
 
@@ -12,9 +12,14 @@ from medusa_train.console import log
 
 
 class Interrupt:
-    """Whether the user has asked for an end."""
+    """Whether the user has asked for an end.
 
-    def __init__(self) -> None:
+    Args:
+        doing: what is still done after the first signal, for the message.
+    """
+
+    def __init__(self, doing: str) -> None:
+        self.doing = doing
         self.is_asked = False
 
     def handle(self, number: int, _frame: FrameType | None) -> None:
@@ -23,13 +28,13 @@ class Interrupt:
             raise KeyboardInterrupt
         self.is_asked = True
         name = "Ctrl-C" if number == signal.SIGINT else "SIGTERM"
-        log(f"interrupted: finishing what is being written; {name} again stops at once")
+        log(f"interrupted: {self.doing}; {name} again stops at once")
 
 
 @contextmanager
-def interruptible() -> Iterator[Interrupt]:
+def interruptible(doing: str = "finishing what is being written") -> Iterator[Interrupt]:
     """Catch SIGINT and SIGTERM inside the block; only a process's main thread can."""
-    interrupt = Interrupt()
+    interrupt = Interrupt(doing)
     if threading.current_thread() is not threading.main_thread():
         yield interrupt
         return
