@@ -14,7 +14,8 @@ from medusa_train.console import log, warn
 from medusa_train.data.conversations import CONVERSATIONS_FILE, is_dataset
 from medusa_train.errors import InputError
 from medusa_train.heads.config import HeadsConfig
-from medusa_train.hidden_states.cache import MAX_BATCH_TOKENS, SHARD_POSITIONS
+from medusa_train.hidden_states.cache import MAX_BATCH_TOKENS
+from medusa_train.hidden_states.shards import SHARD_POSITIONS
 from medusa_train.plan import work
 from medusa_train.plan.advice import disk_warning, memory_warning
 from medusa_train.plan.amounts import (
@@ -196,6 +197,7 @@ def _load(recipe: Recipe, args: TrainingArguments, train: Amount) -> Load:
         is_host=args.device.type == "cpu",
         soft_targets=recipe.train.soft_target_weight > 0,
         cache_positions=train.positions,
+        cached_dtype=recipe.train.hidden_states_dtype,
     )
 
 
@@ -233,6 +235,7 @@ def _caching(inputs: _Inputs) -> Memory:
         inputs.base,
         batch_tokens=min(max(MAX_BATCH_TOKENS, train.longest), max(train.tokens, 1)),
         shard_positions=min(train.positions, SHARD_POSITIONS + most),
+        cached_dtype=inputs.load.cached_dtype,
         is_host=inputs.load.is_host,
     )
 
@@ -253,7 +256,7 @@ def _disk(inputs: _Inputs) -> Disk:
         train=inputs.train,
         held_out=inputs.held_out,
         data_bytes=(file.stat().st_size if file.exists() else None) if own else 0,
-        is_cached=not inputs.load.is_online,
+        cached_dtype=None if inputs.load.is_online else inputs.load.cached_dtype,
         caches_held_out=args.eval_strategy != "no",
         # A new one is written before an old one goes.
         kept_checkpoints=saves if limit is None else min(saves, limit + 1),

@@ -43,7 +43,7 @@ from medusa_train.hidden_states.cache import MANIFEST_FILE as CACHE_MANIFEST
 from medusa_train.hidden_states.cache import build_cache
 from medusa_train.recipe.deepspeed_block import read_deepspeed, zero_stage
 from medusa_train.recipe.load import LoadedRecipe
-from medusa_train.recipe.schema import DistillSection
+from medusa_train.recipe.schema import DistillSection, TrainSection
 from medusa_train.run_dir import (
     RunDir,
     atomic_directory,
@@ -55,6 +55,9 @@ from medusa_train.train.build import CacheLocation, TrainingData, build_trainer
 from medusa_train.train.checkpoints import last_checkpoint
 
 _ON_ALL_PROCESSES = frozenset({"distill", "train"})
+
+# Keys of a recipe's `train` that came after runs were fingerprinted without them.
+_LATER_TRAIN_KEYS = ("hidden_states_dtype",)
 
 STAGES = ("data", "distill", "hidden-states", "train", "accuracy")
 """Every stage, in order. ``data`` reads a file, ``distill`` writes the data; a run has one."""
@@ -231,15 +234,26 @@ def fingerprint_of(stage: str, workspace: Workspace) -> str | None:
         case "hidden-states":
             # Soft targets need each span's last state too.
             more = ["with last"] if recipe.train.soft_target_weight else []
+            dtype = recipe.train.hidden_states_dtype
+            more += [dtype] if dtype != "bfloat16" else []
             return fingerprint([loading, data, cutting, *more])
         case "train":
-            section_train = recipe.train.model_dump(exclude={"keep_hidden_states"})
+            section_train = _deciding(recipe.train)
             return fingerprint([loading, data, cutting, recipe.heads.model_dump(), section_train])
         case _:
             if not outputs_of("train", workspace.run)[0].exists():
                 return None
             heads = heads_fingerprint(workspace.run.heads)
             return fingerprint([loading, data, cutting, heads, recipe.evaluate.model_dump()])
+
+
+def _deciding(section: TrainSection) -> dict[str, Any]:
+    """The keys that decide the heads; a later one only where it is set, for the runs before it."""
+    kept = section.model_dump(exclude={"keep_hidden_states"})
+    for name in _LATER_TRAIN_KEYS:
+        if kept[name] == TrainSection.model_fields[name].default:
+            del kept[name]
+    return kept
 
 
 def run_stage(stage: str, workspace: Workspace) -> Mapping[str, Any]:
@@ -333,6 +347,7 @@ def _hidden_states(workspace: Workspace) -> Mapping[str, Any]:
             rows,
             directory=cache.directory,
             fingerprint=cache.fingerprint,
+            dtype=workspace.recipe.train.hidden_states_dtype,
             with_last=workspace.recipe.train.soft_target_weight > 0,
         )
     return {}

@@ -44,7 +44,8 @@ from medusa_train.data.examples import pad_batch, supervised_labels
 from medusa_train.evaluate.accuracy import num_accepted, walk
 from medusa_train.evaluate.ranks import compute_ranks
 from medusa_train.heads.model import MedusaHeads
-from medusa_train.hidden_states.cache import build_cache, num_source_positions
+from medusa_train.hidden_states.cache import build_cache
+from medusa_train.hidden_states.shards import num_source_positions
 from medusa_train.losses import (
     IGNORE,
     chunked_cross_entropy,

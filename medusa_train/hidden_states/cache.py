@@ -1,8 +1,9 @@
 """Hidden states computed once and read every epoch from memory-mapped shards.
 
 Medusa-1 leaves the base as it is, so its states at the source positions of valid pairs are the same
-in every epoch. A shard holds those of some consecutive conversations, in their order, as bf16; it
-is written whole or not at all, and a cache that was interrupted goes on at its first missing shard.
+in every epoch. A shard holds those of some consecutive conversations, in their order, as bf16 or
+int8; it is written whole or not at all, and a cache that was interrupted goes on at its first
+missing shard.
 
 Shapes: N source positions, D hidden, K heads.
 """
@@ -11,7 +12,6 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -27,28 +27,21 @@ from medusa_train.data.conversations import Conversation
 from medusa_train.data.examples import valid_pairs
 from medusa_train.errors import InputError
 from medusa_train.hidden_states.online import Batch, length_batches, states_of_rows
+from medusa_train.hidden_states.quantised import dequantise_rows
+from medusa_train.hidden_states.shards import (
+    SCALES,
+    STATES,
+    TENSORS,
+    StatesDtype,
+    encode,
+    plan_shards,
+    row_bytes,
+)
 from medusa_train.run_dir import atomic_path, read_json, write_json
 
 SCHEMA_VERSION = 1
 MANIFEST_FILE = "manifest.json"
-STATES = "hidden_states"
-SHARD_POSITIONS = 16_384
 MAX_BATCH_TOKENS = 4_096
-
-
-@dataclass(frozen=True, slots=True)
-class Shard:
-    """Consecutive conversations whose states lie in one file.
-
-    Attributes:
-        name: of the file.
-        first: index of its first conversation.
-        offsets: where each conversation's rows begin, and where the last one's end.
-    """
-
-    name: str
-    first: int
-    offsets: tuple[int, ...]
 
 
 def build_cache(
@@ -57,6 +50,7 @@ def build_cache(
     *,
     directory: Path,
     fingerprint: str,
+    dtype: StatesDtype = "bfloat16",
     with_last: bool = False,
 ) -> None:
     """Compute the states of all conversations that ``directory`` does not have yet.
@@ -65,44 +59,26 @@ def build_cache(
         model: the base.
         conversations: in the order in which the cache will be read.
         directory: of the cache.
-        fingerprint: of the base, its dtype and the conversations; shards of another one are
-            thrown away.
+        fingerprint: of the base, its dtype, the conversations and ``dtype``; shards of another
+            one are thrown away.
+        dtype: of the states in the cache; int8 has a scale for each row.
         with_last: with each span's last source position, as soft targets need it; a cache with
             them must have another fingerprint.
     """
     plan = plan_shards(conversations, with_last=with_last)
-    total = sum(shard.offsets[-1] for shard in plan)
-    num_bytes = total * output_projection(model)[0].shape[1] * 2
-    log(f"hidden states: {total:,} positions, {num_bytes / 2**20:,.1f} MiB as bf16")
-    _claim(directory, fingerprint)
+    total = sum(shard.num_positions for shard in plan)
+    log(f"hidden states: {total:,} positions, {_sizes(model, total, dtype=dtype)}")
+    _claim(directory, fingerprint, dtype=dtype)
     missing = [shard for shard in plan if not (directory / shard.name).exists()]
-    done = total - sum(shard.offsets[-1] for shard in missing)
+    done = total - sum(shard.num_positions for shard in missing)
     with progress("hidden states", total, done=done) as bar:
         for shard in missing:
             rows = conversations[shard.first : shard.first + len(shard.offsets) - 1]
-            states = _compute(model, rows, with_last=with_last)
+            tensors = _compute(model, rows, dtype=dtype, with_last=with_last)
             with atomic_path(directory / shard.name) as temporary:
-                save_file({STATES: states}, temporary)
-            bar.update(len(states), detail="positions")
-    _write_manifest(directory, fingerprint, is_complete=True)
-
-
-def plan_shards(conversations: Sequence[Conversation], *, with_last: bool = False) -> list[Shard]:
-    """Which conversations go into which file; the same data gives the same plan."""
-    shards: list[Shard] = []
-    first, offsets = 0, [0]
-    for index, row in enumerate(conversations):
-        offsets.append(offsets[-1] + num_source_positions(row, with_last=with_last))
-        if offsets[-1] >= SHARD_POSITIONS or index == len(conversations) - 1:
-            shards.append(Shard(f"{len(shards):05d}.safetensors", first, tuple(offsets)))
-            first, offsets = index + 1, [0]
-    return shards
-
-
-def num_source_positions(row: Conversation, *, with_last: bool = False) -> int:
-    """Positions of a row with at least one valid pair, or also each span's last source position."""
-    left_out = 0 if with_last else 1
-    return sum(max(0, end - left_out - max(start, 1)) for start, end in row.assistant_spans)
+                save_file(tensors, temporary)
+            bar.update(shard.num_positions, detail="positions")
+    _write_manifest(directory, fingerprint, dtype=dtype, is_complete=True)
 
 
 def is_complete(directory: Path, *, fingerprint: str) -> bool:
@@ -117,6 +93,7 @@ def is_complete(directory: Path, *, fingerprint: str) -> bool:
 class CachedExamples(Dataset[dict[str, Tensor]]):
     """One conversation per item: ``hidden_states`` [N, D] and ``labels`` [N, K].
 
+    States that are int8 come as they are, with their ``scales`` [N]: half the bytes to move.
     The shards are mapped, not read: what fits stays in the page cache, the rest on disk.
 
     Args:
@@ -148,6 +125,7 @@ class CachedExamples(Dataset[dict[str, Tensor]]):
         self.num_heads = num_heads
         self.with_last = with_last
         self._directory = directory
+        self._names = TENSORS[read_json(directory / MANIFEST_FILE).get("dtype", "bfloat16")]
         self._plan = plan_shards(conversations, with_last=with_last)
         self._where = [
             (shard_index, shard.offsets[i], shard.offsets[i + 1])
@@ -164,8 +142,9 @@ class CachedExamples(Dataset[dict[str, Tensor]]):
         shard, start, end = self._where[index]
         pairs = valid_pairs(row.input_ids, row.assistant_spans, num_heads=self.num_heads)
         pairs = pairs.trained(with_last=self.with_last)
-        states: Tensor = self._shard(shard).get_slice(STATES)[start:end]  # type: ignore[no-untyped-call]
-        return {"hidden_states": states, "labels": pairs.labels}
+        file = self._shard(shard)
+        states = {name: file.get_slice(name)[start:end] for name in self._names}  # type: ignore[no-untyped-call]
+        return {**states, "labels": pairs.labels}
 
     def _shard(self, index: int) -> safe_open:
         if index not in self._open:
@@ -178,17 +157,31 @@ class CachedHiddenStates:
     """Reads the states that came with the batch."""
 
     def __call__(self, batch: Batch) -> Tensor:
-        """[N, D], as the cache holds them."""
-        return batch["hidden_states"]
+        """[N, D] bf16, or fp32 from int8."""
+        states = batch[STATES]
+        return dequantise_rows(states, batch[SCALES]) if SCALES in batch else states
 
 
 def collate_cached(items: Sequence[Batch]) -> dict[str, Tensor]:
     """Concatenate: ``hidden_states`` [N, D] and ``labels`` [N, K]; nothing is padded."""
-    return {key: torch.cat([item[key] for item in items]) for key in ("hidden_states", "labels")}
+    return {key: torch.cat([item[key] for item in items]) for key in items[0]}
 
 
-def _compute(model: PreTrainedModel, rows: Sequence[Conversation], *, with_last: bool) -> Tensor:
-    """[N, D] bf16 states of the rows' source positions, in the order of the rows."""
+def _sizes(model: PreTrainedModel, num_positions: int, *, dtype: StatesDtype) -> str:
+    """``1.0 MiB as int8 (2.0 MiB as bfloat16)``: what is written, and what the other would be."""
+    other: StatesDtype = "int8" if dtype == "bfloat16" else "bfloat16"
+    hidden_size = output_projection(model)[0].shape[1]
+    size, instead = (
+        f"{num_positions * row_bytes(hidden_size, dtype=name) / 2**20:,.1f} MiB as {name}"
+        for name in (dtype, other)
+    )
+    return f"{size} ({instead})"
+
+
+def _compute(
+    model: PreTrainedModel, rows: Sequence[Conversation], *, dtype: StatesDtype, with_last: bool
+) -> dict[str, Tensor]:
+    """The tensors of a shard: states of the rows' source positions, in the order of the rows."""
     pairs = [valid_pairs(row.input_ids, row.assistant_spans, num_heads=1) for row in rows]
     positions = [pair.trained(with_last=with_last).positions for pair in pairs]
     # What stands behind the last source position is not needed, so it is not computed.
@@ -196,28 +189,33 @@ def _compute(model: PreTrainedModel, rows: Sequence[Conversation], *, with_last:
         row.input_ids[: int(index[-1]) + 1] if len(index) else row.input_ids[:1]
         for row, index in zip(rows, positions, strict=True)
     ]
-    result: list[Tensor] = [torch.empty(0)] * len(rows)
+    result: list[dict[str, Tensor]] = [{}] * len(rows)
     for batch in length_batches([len(ids) for ids in needed], max_tokens=MAX_BATCH_TOKENS):
         states = states_of_rows(
             model, [needed[i] for i in batch], positions=[positions[i] for i in batch]
         )
         for i, state in zip(batch, states, strict=True):
-            result[i] = state.to(device="cpu", dtype=torch.bfloat16)
-    return torch.cat(result)
+            result[i] = encode(state, dtype=dtype)
+    return {name: torch.cat([tensors[name] for tensors in result]) for name in TENSORS[dtype]}
 
 
-def _claim(directory: Path, fingerprint: str) -> None:
+def _claim(directory: Path, fingerprint: str, *, dtype: StatesDtype) -> None:
     """Make ``directory`` a cache of ``fingerprint``; what another one left there is removed."""
     path = directory / MANIFEST_FILE
     if path.exists() and read_json(path).get("fingerprint") == fingerprint:
         return
     if directory.exists():
         shutil.rmtree(directory)
-    _write_manifest(directory, fingerprint, is_complete=False)
+    _write_manifest(directory, fingerprint, dtype=dtype, is_complete=False)
 
 
-def _write_manifest(directory: Path, fingerprint: str, *, is_complete: bool) -> None:
-    write_json(
-        directory / MANIFEST_FILE,
-        {"schema_version": SCHEMA_VERSION, "fingerprint": fingerprint, "complete": is_complete},
-    )
+def _write_manifest(
+    directory: Path, fingerprint: str, *, dtype: StatesDtype, is_complete: bool
+) -> None:
+    manifest = {
+        "schema_version": SCHEMA_VERSION,
+        "fingerprint": fingerprint,
+        "dtype": dtype,
+        "complete": is_complete,
+    }
+    write_json(directory / MANIFEST_FILE, manifest)

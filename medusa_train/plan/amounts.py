@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from medusa_train.data.conversations import Conversation, read_conversations, split_of, truncate
-from medusa_train.hidden_states.cache import num_source_positions
+from medusa_train.hidden_states.shards import num_source_positions
 
 PER_CONVERSATIONS = 1_000
 """Where nothing says how many conversations there will be, figures are for so many."""

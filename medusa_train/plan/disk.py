@@ -4,7 +4,7 @@ Symbols: P parameters of the heads, D hidden, K heads, N source positions.
 
 =============  =====================================================================================
 data           the size of the file where it is there, else 12 bytes a token (its id and its text)
-hidden states  2 · D · N
+hidden states  2 · D · N as bf16, (D + 4) · N as int8
 checkpoints    kept · 12 · P: fp32 weights and AdamW's two moments
 heads          4 · P
 report         2 · K + 14 bytes a position (ranks, where they are from), and 2 MiB of pages
@@ -16,8 +16,9 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 
 from medusa_train.heads.config import HeadsConfig
+from medusa_train.hidden_states.shards import StatesDtype, row_bytes
 from medusa_train.plan.amounts import Amount
-from medusa_train.plan.memory import BF16, FP32, head_parameters
+from medusa_train.plan.memory import FP32, head_parameters
 
 BYTES_PER_TOKEN = 12
 _PAGES = 2 << 20
@@ -49,7 +50,7 @@ def disk_needed(
     train: Amount,
     held_out: Amount,
     data_bytes: int | None,
-    is_cached: bool,
+    cached_dtype: StatesDtype | None,
     caches_held_out: bool,
     kept_checkpoints: int,
     keeps_optimizer: bool = True,
@@ -61,7 +62,7 @@ def disk_needed(
         train: the text that is trained on.
         held_out: the text of the report.
         data_bytes: of the data set if it is there; 0 if it lies elsewhere.
-        is_cached: whether hidden states are cached.
+        cached_dtype: of the cached hidden states; None where none are cached.
         caches_held_out: whether those of the held-out text are too.
         kept_checkpoints: the most that are there at a time: one more than are kept, while a new
             one is written.
@@ -73,7 +74,9 @@ def disk_needed(
     saved = weights * (3 if keeps_optimizer else 1)
     return Disk(
         data=guess if data_bytes is None else data_bytes,
-        hidden_states=BF16 * heads.hidden_size * positions if is_cached else 0,
+        hidden_states=0
+        if cached_dtype is None
+        else positions * row_bytes(heads.hidden_size, dtype=cached_dtype),
         checkpoints=kept_checkpoints * saved,
         heads=weights,
         report=(2 * heads.num_heads + 14) * held_out.positions + _PAGES

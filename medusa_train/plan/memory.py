@@ -2,8 +2,9 @@
 
 Symbols: B rows of a batch, T tokens of its longest row, N source positions of a batch, D hidden,
 V rows of ``lm_head``, R logits of a head (V, or the truncated vocabulary), K heads, L ResBlocks per
-head, W widest matrix of a layer of the base, c rows of a loss chunk, G devices; b, s, e bytes of a
-weight of the base, of a number in the loss kernel's products, of a hidden state in a batch.
+head, W widest matrix of a layer of the base, c rows of a loss chunk, G devices; b, s bytes of a
+weight of the base, of a number in the loss kernel's products; E bytes of a position in a batch:
+2 · D (bf16) or D + 4 (int8) from the cache, b · D online.
 All weights of the heads are fp32. Per device, with P parameters of the heads, P_b of the base:
 
 =============  =====================================================================================
@@ -14,7 +15,7 @@ optimizer      8 · P (AdamW's two moments); at ZeRO-1 and 2 also 4 · P, DeepSp
 gradients      4 · P, of which the loss kernel's forward makes 4 · K · R · D (layout ``full``); when
                gradients accumulate over micro-batches 4 · P more: those of the batches before, to
                which these are added
-hidden states  (e + 4) · N · D: the batch as it came, and in fp32
+hidden states  (E + 4 · D) · N: the batch as it came, and in fp32
 activations    4 · N · D · (2 · L + 1) · K: of each head the chosen states, each block's input and
                inner output, and the states' gradient; and (4 + s) · N · D of the head at work
 loss chunk     s · c · R (the logits, then their gradient) + w + the greater of 8 · q (two fp32
@@ -38,6 +39,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, fields
 
 from medusa_train.heads.config import HeadsConfig
+from medusa_train.hidden_states.shards import StatesDtype, row_bytes
 from medusa_train.losses import BLOCK_ELEMENTS, default_chunk_size
 from medusa_train.plan.model_shape import ModelShape
 
@@ -62,6 +64,7 @@ class Load:
         is_host: whether the device is the CPU, whose memory also holds the mapped cache.
         soft_targets: whether the base's own distribution is a target.
         cache_positions: source positions of the cached hidden states.
+        cached_dtype: of those.
     """
 
     batch_size: int
@@ -75,6 +78,7 @@ class Load:
     is_host: bool = False
     soft_targets: bool = False
     cache_positions: int = 0
+    cached_dtype: StatesDtype = "bfloat16"
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,23 +167,23 @@ def training_memory(
         layer = base.layer_parameters * base.dtype_bytes if load.is_online else 0
         largest = max(FP32 * head_parameters(heads), layer)
         gathered = largest - largest // devices
-    state_bytes = base.dtype_bytes if load.is_online else BF16
+    cached = row_bytes(heads.hidden_size, dtype=load.cached_dtype)
+    arriving = base.dtype_bytes * heads.hidden_size if load.is_online else cached
     rows = load.batch_positions * heads.hidden_size
     kept = FP32 * rows * (2 * heads.num_layers + 1) * heads.num_heads
     tokens = load.batch_size * load.row_tokens
     is_mapped = load.is_host and not load.is_online
-    cache = BF16 * heads.hidden_size * load.cache_positions if is_mapped else 0
     return Memory(
         base_weights=_divided(base.num_bytes, base_parts) if has_base else 0,
         heads=_divided(trained, parts[3]),
         gradients=trained + held_gradients,
         optimizer=_divided(trained * (2 + copies), parts[1]),
         gathered=gathered,
-        hidden_states=(state_bytes + FP32) * rows,
+        hidden_states=arriving * load.batch_positions + FP32 * rows,
         activations=kept + (FP32 + load.compute_bytes) * rows,
         loss_chunk=chunk_bytes(base, heads, load=load),
         base_forward=forward_bytes(base, tokens=tokens) if load.is_online else 0,
-        cache=cache,
+        cache=cached * load.cache_positions if is_mapped else 0,
         held_gradients=held_gradients,
     )
 
@@ -210,7 +214,12 @@ def forward_bytes(base: ModelShape, *, tokens: int) -> int:
 
 
 def caching_memory(
-    base: ModelShape, *, batch_tokens: int, shard_positions: int, is_host: bool
+    base: ModelShape,
+    *,
+    batch_tokens: int,
+    shard_positions: int,
+    is_host: bool,
+    cached_dtype: StatesDtype = "bfloat16",
 ) -> Memory:
     """Bytes per device while hidden states are cached: every device would hold the whole base.
 
@@ -220,8 +229,9 @@ def caching_memory(
         shard_positions: source positions of one shard, which is put together on the CPU (twice:
             its rows, and all of them as one tensor).
         is_host: whether the device is the CPU.
+        cached_dtype: of the states in the cache.
     """
-    shard = 2 * BF16 * shard_positions * base.hidden_size
+    shard = 2 * shard_positions * row_bytes(base.hidden_size, dtype=cached_dtype)
     return Memory(
         base_weights=base.num_bytes,
         base_forward=forward_bytes(base, tokens=batch_tokens),

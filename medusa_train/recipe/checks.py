@@ -64,7 +64,10 @@ def combined_mistakes(schema: type[BaseModel], value: Mapping[str, Any]) -> Iter
         yield from _source_mistakes(data)
     if isinstance(data.get("distill"), dict):
         yield from _distill_mistakes(data["distill"], data.get("max_length"))
-    trainer = _section(_section(value, "train"), "trainer")
+    train = _section(value, "train")
+    if train.get("hidden_states") == "online" and train.get("hidden_states_dtype") == "int8":
+        yield ("train", "hidden_states_dtype"), "is for hidden_states: cached; remove it"
+    trainer = _section(train, "trainer")
     for name, message in check_trainer(trainer):
         yield ("train", "trainer", name), message
     deepspeed = value.get("deepspeed")

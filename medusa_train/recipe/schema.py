@@ -204,6 +204,9 @@ class TrainSection(Section):
     is the tokens alone."""
     hidden_states: Literal["cached", "online"] = "cached"
     """`cached`: run the base model once and keep its hidden states. `online`: run it every step."""
+    hidden_states_dtype: Literal["bfloat16", "int8"] = "bfloat16"
+    """Type of the cached hidden states; `int8`, with a scale for each position, takes half the room
+    and costs little accuracy."""
     keep_hidden_states: bool = True
     """Keep the cached hidden states after training, for another run on the same data."""
     loss_chunk_size: Count | None = None

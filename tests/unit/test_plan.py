@@ -175,6 +175,7 @@ LOADS = st.builds(
     is_online=st.booleans(),
     is_host=st.booleans(),
     soft_targets=st.booleans(),
+    cached_dtype=st.sampled_from(["bfloat16", "int8"]),
     cache_positions=st.integers(0, 10**6),
 )
 CONFIGS = st.builds(
@@ -238,6 +239,17 @@ def test_cached_training_runs_no_base(llama: Path) -> None:
     assert cached.disk.hidden_states == 2 * 4096 * cached.train.positions
     # It is loaded, but not under the Trainer, so ZeRO-3 does not divide it.
     assert cached.training[3].base_weights == 2 * BASE
+
+
+def test_int8_halves_the_cache(llama: Path) -> None:
+    sets = ("train.hidden_states=cached", "train.hidden_states_dtype=int8")
+    estimate = plan_recipe(_vicuna(llama, *sets), devices=8, with_benchmark=False)
+    positions = estimate.train.positions
+    assert estimate.disk.hidden_states == (4096 + 4) * positions
+    batch = sum(estimate.train.most_positions)
+    for memory in estimate.training.values():
+        assert memory.hidden_states == batch * (4096 + 4 + 4 * 4096)
+        assert memory.cache in {0, (4096 + 4) * positions}  # the host's alone
 
 
 def test_counts_are_those_of_the_data(tmp_path: Path) -> None:
@@ -341,7 +353,7 @@ def test_a_full_disk_says_what_to_set() -> None:
         10**6, row_tokens=2048, answer_tokens=1024, num_heads=5, batch_size=8, origin=""
     )
     disk = disk_needed(
-        heads, train=amount, held_out=amount, data_bytes=None, is_cached=True,
+        heads, train=amount, held_out=amount, data_bytes=None, cached_dtype="bfloat16",
         caches_held_out=False, kept_checkpoints=3,
     )  # fmt: skip
     assert disk.hidden_states == 2 * 4096 * amount.positions

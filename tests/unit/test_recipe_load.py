@@ -186,6 +186,12 @@ def test_overrides_set_any_key_in_order(write):
     assert recipe.base_model.name_or_path == "a=b"
 
 
+def test_int8_is_for_a_cache(write):
+    overrides = ("train.hidden_states=online", "train.hidden_states_dtype=int8")
+    [line] = lines_of(write(GOOD), *overrides)
+    assert line.endswith("train.hidden_states_dtype: is for hidden_states: cached; remove it")
+
+
 def test_every_key_can_be_set(write):
     """Setting a key to its own value, section by section and key by key, changes nothing."""
     path = write("base_model: {name_or_path: m}\ndata: {distill: {num_prompts: 3}}")
