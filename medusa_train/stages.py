@@ -249,7 +249,7 @@ def fingerprint_of(stage: str, workspace: Workspace) -> str | None:
 
 def _deciding(section: TrainSection) -> dict[str, Any]:
     """The keys that decide the heads; a later one only where it is set, for the runs before it."""
-    kept = section.model_dump(exclude={"keep_hidden_states"})
+    kept = section.model_dump(exclude={"keep_hidden_states", "hidden_states_ram"})
     for name in _LATER_TRAIN_KEYS:
         if kept[name] == TrainSection.model_fields[name].default:
             del kept[name]

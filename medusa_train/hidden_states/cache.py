@@ -1,4 +1,4 @@
-"""Hidden states computed once and read every epoch from memory-mapped shards.
+"""Hidden states computed once and read every epoch from shards on disk and in RAM.
 
 Medusa-1 leaves the base as it is, so its states at the source positions of valid pairs are the same
 in every epoch. A shard holds those of some consecutive conversations, in their order, as bf16 or
@@ -15,7 +15,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.utils.data import Dataset
@@ -28,6 +27,7 @@ from medusa_train.data.examples import valid_pairs
 from medusa_train.errors import InputError
 from medusa_train.hidden_states.online import Batch, length_batches, states_of_rows
 from medusa_train.hidden_states.quantised import dequantise_rows
+from medusa_train.hidden_states.reading import ShardReader, num_kept, read_ahead
 from medusa_train.hidden_states.shards import (
     SCALES,
     STATES,
@@ -94,7 +94,8 @@ class CachedExamples(Dataset[dict[str, Tensor]]):
     """One conversation per item: ``hidden_states`` [N, D] and ``labels`` [N, K].
 
     States that are int8 come as they are, with their ``scales`` [N]: half the bytes to move.
-    The shards are mapped, not read: what fits stays in the page cache, the rest on disk.
+    The first shards are brought into RAM as far as the budget goes, in one copy for all processes
+    of a machine. The other rows are read from disk each time.
 
     Args:
         conversations: those that the cache was built from, in their order.
@@ -102,6 +103,10 @@ class CachedExamples(Dataset[dict[str, Tensor]]):
         fingerprint: that the cache must have.
         num_heads: K.
         with_last: as the cache was built.
+        ram_bytes: budget of RAM.
+
+    Attributes:
+        kept_bytes: what of the budget is used.
 
     Raises:
         InputError: the cache is not whole, or of another base, dtype or data set.
@@ -115,6 +120,7 @@ class CachedExamples(Dataset[dict[str, Tensor]]):
         fingerprint: str,
         num_heads: int,
         with_last: bool = False,
+        ram_bytes: int,
     ) -> None:
         if not is_complete(directory, fingerprint=fingerprint):
             raise InputError(
@@ -132,7 +138,15 @@ class CachedExamples(Dataset[dict[str, Tensor]]):
             for shard_index, shard in enumerate(self._plan)
             for i in range(len(shard.offsets) - 1)
         ]
-        self._open: dict[int, safe_open] = {}
+        self._open: dict[int, ShardReader] = {}
+        paths = [directory / shard.name for shard in self._plan]
+        sizes = [path.stat().st_size for path in paths]
+        self._num_kept = num_kept(sizes, ram_bytes=ram_bytes)
+        self.kept_bytes = sum(sizes[: self._num_kept])
+        read_ahead(paths[: self._num_kept])
+        if self._num_kept < len(paths):
+            left = (sum(sizes) - self.kept_bytes) / 2**20
+            log(f"hidden states: {left:,.0f} MiB are beyond the budget of RAM, read from disk")
 
     def __len__(self) -> int:
         return len(self.conversations)
@@ -142,14 +156,14 @@ class CachedExamples(Dataset[dict[str, Tensor]]):
         shard, start, end = self._where[index]
         pairs = valid_pairs(row.input_ids, row.assistant_spans, num_heads=self.num_heads)
         pairs = pairs.trained(with_last=self.with_last)
-        file = self._shard(shard)
-        states = {name: file.get_slice(name)[start:end] for name in self._names}  # type: ignore[no-untyped-call]
+        reader = self._reader(shard)
+        states = {name: reader.rows(name, start, end) for name in self._names}
         return {**states, "labels": pairs.labels}
 
-    def _shard(self, index: int) -> safe_open:
+    def _reader(self, index: int) -> ShardReader:
         if index not in self._open:
             path = self._directory / self._plan[index].name
-            self._open[index] = safe_open(path, framework="pt")
+            self._open[index] = ShardReader(path, is_kept=index < self._num_kept)
         return self._open[index]
 
 

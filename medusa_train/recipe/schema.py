@@ -207,6 +207,9 @@ class TrainSection(Section):
     hidden_states_dtype: Literal["bfloat16", "int8"] = "bfloat16"
     """Type of the cached hidden states; `int8`, with a scale for each position, takes half the room
     and costs little accuracy."""
+    hidden_states_ram: Annotated[float, Field(ge=0.0, allow_inf_nan=False)] | None = None
+    """GiB of RAM for cached hidden states, once for all processes of a machine; the rest is read
+    from disk as it is needed. Null is three quarters of what is free when training starts."""
     keep_hidden_states: bool = True
     """Keep the cached hidden states after training, for another run on the same data."""
     loss_chunk_size: Count | None = None

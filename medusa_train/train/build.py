@@ -23,6 +23,7 @@ from medusa_train.heads.config import BaseIdentity, HeadsConfig
 from medusa_train.heads.model import MedusaHeads, most_frequent_tokens, num_candidate_rows
 from medusa_train.hidden_states.cache import CachedExamples, CachedHiddenStates, collate_cached
 from medusa_train.hidden_states.online import OnlineExamples, OnlineHiddenStates, collate_online
+from medusa_train.hidden_states.reading import spare_memory
 from medusa_train.losses import Teacher, head_weights
 from medusa_train.recipe.deepspeed_block import read_deepspeed
 from medusa_train.recipe.schema import HeadsSection, Recipe
@@ -110,17 +111,21 @@ def build_trainer(
         MetricsFile(run.metrics),
         TrainingLog(recipe.heads.num_heads),
     ]
+    train_dataset = _dataset(recipe, data.train, data.train_cache)
+    spent = train_dataset.kept_bytes if isinstance(train_dataset, CachedExamples) else 0
     return HeadsTrainer(
         module,
         args,
         identity=identity,
         train_dataset=even_examples(
-            _dataset(recipe, data.train, data.train_cache),
+            train_dataset,
             batch_size=args.per_device_train_batch_size,
             num_processes=args.world_size,
         ),
         eval_dataset=(
-            _dataset(recipe, data.eval, data.eval_cache) if args.eval_strategy != "no" else None
+            _dataset(recipe, data.eval, data.eval_cache, spent=spent)
+            if args.eval_strategy != "no"
+            else None
         ),
         collate=collate_cached if is_cached else collate_online,
         callbacks=callbacks,
@@ -291,8 +296,13 @@ def _teacher(recipe: Recipe, base: BaseModel, heads: MedusaHeads) -> Teacher | N
 
 
 def _dataset(
-    recipe: Recipe, conversations: Sequence[Conversation], cache: CacheLocation | None
+    recipe: Recipe,
+    conversations: Sequence[Conversation],
+    cache: CacheLocation | None,
+    *,
+    spent: int = 0,
 ) -> CachedExamples | OnlineExamples:
+    """The examples of one split; ``spent``: bytes of the budget of RAM that are taken."""
     num_heads = recipe.heads.num_heads
     with_last = recipe.train.soft_target_weight > 0
     if cache is None:
@@ -303,4 +313,11 @@ def _dataset(
         fingerprint=cache.fingerprint,
         num_heads=num_heads,
         with_last=with_last,
+        ram_bytes=max(0, ram_bytes(recipe) - spent),
     )
+
+
+def ram_bytes(recipe: Recipe) -> int:
+    """The budget of RAM for cached hidden states."""
+    budget = recipe.train.hidden_states_ram
+    return spare_memory() if budget is None else int(budget * 2**30)

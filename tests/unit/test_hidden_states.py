@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -9,10 +10,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from medusa_train.data.conversations import Conversation
-from medusa_train.errors import InputError
+from medusa_train.errors import InputError, MedusaTrainError
 from medusa_train.hidden_states.cache import (
     CachedExamples,
     CachedHiddenStates,
@@ -21,9 +22,11 @@ from medusa_train.hidden_states.cache import (
     is_complete,
 )
 from medusa_train.hidden_states.quantised import dequantise_rows, quantise_rows
+from medusa_train.hidden_states.reading import ShardReader, num_kept, read_ahead, spare_memory
 from medusa_train.pipeline import run_pipeline
 from medusa_train.run_dir import fingerprint
 from medusa_train.stages import Workspace, fingerprint_of
+from medusa_train.train.build import build_trainer
 from tests.models_for_tests import make_model, save_base
 from tests.reference import quantise_reference
 from tests.training_for_tests import conversation, cyclic_rows, write_recipe
@@ -39,7 +42,9 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def _states(directory: Path, dtype: Any, rows: Sequence[Conversation] = ROWS) -> torch.Tensor:
     """All states of a new cache, as training reads them."""
     build_cache(make_model(), rows, directory=directory, fingerprint=dtype, dtype=dtype)
-    examples = CachedExamples(rows, directory=directory, fingerprint=dtype, num_heads=3)
+    examples = CachedExamples(
+        rows, directory=directory, fingerprint=dtype, num_heads=3, ram_bytes=0
+    )
     return CachedHiddenStates()(collate_cached([examples[i] for i in range(len(rows))]))
 
 
@@ -56,7 +61,9 @@ def test_quantised_rows_equal_plain_loops() -> None:
 
 @given(
     st.lists(
-        st.lists(st.floats(-(2.0**99), 2.0**99, width=32), min_size=5, max_size=5), min_size=1, max_size=6
+        st.lists(st.floats(-(2.0**99), 2.0**99, width=32), min_size=5, max_size=5),
+        min_size=1,
+        max_size=6,
     ),
     st.sampled_from([torch.float32, torch.bfloat16]),
 )
@@ -104,7 +111,7 @@ def test_the_size_is_announced(tmp_path: Path, capsys: pytest.CaptureFixture[str
 def test_a_cache_of_another_dtype_is_refused_and_replaced(tmp_path: Path) -> None:
     _states(tmp_path, "bfloat16")
     with pytest.raises(InputError, match="no complete hidden states of this base model, dtype"):
-        CachedExamples(ROWS, directory=tmp_path, fingerprint="int8", num_heads=3)
+        CachedExamples(ROWS, directory=tmp_path, fingerprint="int8", num_heads=3, ram_bytes=0)
     assert _states(tmp_path, "int8").dtype == torch.float32
     assert not is_complete(tmp_path, fingerprint="bfloat16")
 
@@ -114,7 +121,9 @@ def test_a_cache_from_before_dtypes_is_bf16(tmp_path: Path) -> None:
     manifest = json.loads((tmp_path / "manifest.json").read_text())
     assert manifest.pop("dtype") == "bfloat16"
     (tmp_path / "manifest.json").write_text(json.dumps(manifest))
-    examples = CachedExamples(ROWS, directory=tmp_path, fingerprint="bfloat16", num_heads=3)
+    examples = CachedExamples(
+        ROWS, directory=tmp_path, fingerprint="bfloat16", num_heads=3, ram_bytes=0
+    )
     read = collate_cached([examples[i] for i in range(len(ROWS))])
     assert torch.equal(read["hidden_states"], expected)
 
@@ -142,14 +151,15 @@ def test_int8_states_train_the_same_heads(tmp_path: Path, base: Path) -> None:
 
 
 def test_fingerprints_name_the_dtype_only_where_it_is_set(tmp_path: Path, base: Path) -> None:
-    """Runs from before the key are up to date."""
+    """Runs from before the key are up to date; the budget of RAM decides nothing."""
     found = {}
-    for dtype in ("bfloat16", "int8"):
-        (tmp_path / dtype).mkdir()
-        sets = [f"train.hidden_states_dtype={dtype}"]
+    for dtype, budget in (("bfloat16", "null"), ("bfloat16", "1.5"), ("int8", "null")):
+        (tmp_path / dtype).mkdir(exist_ok=True)
+        sets = [f"train.hidden_states_dtype={dtype}", f"train.hidden_states_ram={budget}"]
         loaded = write_recipe(tmp_path / dtype, base=base, rows=cyclic_rows(8), overrides=sets)
         workspace = Workspace(loaded)
-        found[dtype] = [fingerprint_of(s, workspace) for s in ("hidden-states", "train")]
+        prints = [fingerprint_of(s, workspace) for s in ("hidden-states", "train")]
+        assert found.setdefault(dtype, prints) == prints
         recipe = workspace.recipe
         before = [
             [workspace.base_fingerprint, recipe.base_model.dtype, None],
@@ -159,3 +169,80 @@ def test_fingerprints_name_the_dtype_only_where_it_is_set(tmp_path: Path, base: 
         assert (found[dtype][0] == fingerprint(before)) == (dtype == "bfloat16")
     assert found["int8"][0] != found["bfloat16"][0]
     assert found["int8"][1] != found["bfloat16"][1]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
+def test_the_budget_of_ram_changes_no_state(
+    tmp_path: Path, dtype: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("medusa_train.hidden_states.shards.SHARD_POSITIONS", 100)
+    expected = _states(tmp_path, dtype)
+    files = sorted(tmp_path.glob("*.safetensors"))
+    sizes = [path.stat().st_size for path in files]
+    count = len(files)
+    assert count > 3
+    for budget, kept in ((sum(sizes), count), (sum(sizes) - 1, count - 1), (sum(sizes[:2]), 2)):
+        examples = CachedExamples(
+            ROWS, directory=tmp_path, fingerprint=dtype, num_heads=3, ram_bytes=budget
+        )
+        assert examples.kept_bytes == sum(sizes[:kept])
+        for _ in range(2):
+            batch = collate_cached([examples[i] for i in range(len(ROWS))])
+            assert torch.equal(CachedHiddenStates()(batch), expected)
+
+
+@given(st.lists(st.integers(0, 50), max_size=8), st.integers(0, 200))
+def test_as_many_files_are_kept_as_fit(sizes: list[int], budget: int) -> None:
+    count = num_kept(sizes, ram_bytes=budget)
+    assert sum(sizes[:count]) <= budget
+    assert count == len(sizes) or sum(sizes[: count + 1]) > budget
+
+
+def test_the_recipe_sets_the_budget(tmp_path: Path, base: Path) -> None:
+    """What training keeps is taken from it before the held-out split gets the rest."""
+    gib = 2e-5
+    sets = [f"train.hidden_states_ram={gib}", "train.trainer.eval_strategy=epoch"]
+    loaded = write_recipe(tmp_path, base=base, rows=cyclic_rows(24), overrides=sets)
+    run_pipeline(loaded, only="hidden-states")
+    workspace = Workspace(loaded)
+    data = workspace.data
+    trainer = build_trainer(
+        workspace.recipe, base=workspace.base, data=data, run=workspace.run, run_name="test"
+    )
+    train, held_out = trainer.train_dataset, trainer.eval_dataset
+    assert isinstance(train, CachedExamples)
+    assert isinstance(held_out, CachedExamples)
+    sizes = [
+        path.stat().st_size
+        for split in ("train", "eval")
+        for path in (workspace.run.hidden_states / split).glob("*.safetensors")
+    ]
+    assert sizes[0] > gib * 2**30 > sizes[1]
+    assert (train.kept_bytes, held_out.kept_bytes) == (0, sizes[1])
+
+
+def test_spare_memory_is_a_part_of_the_machines() -> None:
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    assert 0 < spare_memory() < total
+
+
+def test_files_are_read_ahead(tmp_path: Path) -> None:
+    """Only a hint: what is not there is no error of the reader's."""
+    path = tmp_path / "x.safetensors"
+    save_file({"hidden_states": torch.ones(300, 1000)}, path)
+    thread = read_ahead([path, tmp_path / "gone.safetensors"])
+    thread.join(timeout=10)
+    assert not thread.is_alive()
+
+
+def test_a_damaged_shard_is_an_error(tmp_path: Path) -> None:
+    path = tmp_path / "x.safetensors"
+    with pytest.raises(MedusaTrainError, match=r"x\.safetensors: cannot be read: No such file"):
+        ShardReader(path, is_kept=False)
+    save_file({"hidden_states": torch.arange(24.0).view(6, 4)}, path)
+    reader = ShardReader(path, is_kept=False)
+    assert reader.rows("hidden_states", 2, 4).tolist() == [[8, 9, 10, 11], [12, 13, 14, 15]]
+    assert reader.rows("hidden_states", 3, 3).shape == (0, 4)
+    os.truncate(path, path.stat().st_size - 1)
+    with pytest.raises(MedusaTrainError, match="ends before its last row; run the stage"):
+        reader.rows("hidden_states", 4, 6)
