@@ -11,7 +11,7 @@ Shapes: N source positions, D hidden, K heads.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -24,7 +24,7 @@ from medusa_train.base_model.features import output_projection
 from medusa_train.console import log, progress
 from medusa_train.data.conversations import Conversation
 from medusa_train.data.examples import valid_pairs
-from medusa_train.errors import InputError
+from medusa_train.errors import InputError, MedusaTrainError
 from medusa_train.hidden_states.online import Batch, length_batches, states_of_rows
 from medusa_train.hidden_states.quantised import dequantise_rows
 from medusa_train.hidden_states.reading import ShardReader, num_kept, read_ahead
@@ -32,6 +32,7 @@ from medusa_train.hidden_states.shards import (
     SCALES,
     STATES,
     TENSORS,
+    Shard,
     StatesDtype,
     encode,
     plan_shards,
@@ -52,8 +53,14 @@ def build_cache(
     fingerprint: str,
     dtype: StatesDtype = "bfloat16",
     with_last: bool = False,
+    process_index: int = 0,
+    num_processes: int = 1,
+    wait: Callable[[], None] = lambda: None,
 ) -> None:
     """Compute the states of all conversations that ``directory`` does not have yet.
+
+    Several processes that see one directory share the shards: each calls this with the same
+    arguments and its own index, and all return when the cache is whole.
 
     Args:
         model: the base.
@@ -64,21 +71,34 @@ def build_cache(
         dtype: of the states in the cache; int8 has a scale for each row.
         with_last: with each span's last source position, as soft targets need it; a cache with
             them must have another fingerprint.
+        process_index: which of the processes this is, from 0.
+        num_processes: how many share the work.
+        wait: returns when all processes have called it as often.
+
+    Raises:
+        MedusaTrainError: a file cannot be written, or the processes do not share the directory.
     """
     plan = plan_shards(conversations, with_last=with_last)
-    total = sum(shard.num_positions for shard in plan)
-    log(f"hidden states: {total:,} positions, {_sizes(model, total, dtype=dtype)}")
-    _claim(directory, fingerprint, dtype=dtype)
-    missing = [shard for shard in plan if not (directory / shard.name).exists()]
-    done = total - sum(shard.num_positions for shard in missing)
-    with progress("hidden states", total, done=done) as bar:
+    num_positions = sum(shard.num_positions for shard in plan)
+    log(f"hidden states: {num_positions:,} positions, {_sizes(model, num_positions, dtype=dtype)}")
+    if process_index == 0:
+        _claim(directory, fingerprint, dtype=dtype)
+    wait()
+    mine = plan[process_index::num_processes]
+    missing = [shard for shard in mine if not (directory / shard.name).exists()]
+    total, left = (sum(shard.num_positions for shard in shards) for shards in (mine, missing))
+    with progress("hidden states", total, done=total - left) as bar:
         for shard in missing:
             rows = conversations[shard.first : shard.first + len(shard.offsets) - 1]
             tensors = _compute(model, rows, dtype=dtype, with_last=with_last)
             with atomic_path(directory / shard.name) as temporary:
                 save_file(tensors, temporary)
             bar.update(shard.num_positions, detail="positions")
-    _write_manifest(directory, fingerprint, dtype=dtype, is_complete=True)
+    wait()
+    if process_index == 0:
+        _check_shards(directory, plan)
+        _write_manifest(directory, fingerprint, dtype=dtype, is_complete=True)
+    wait()
 
 
 def is_complete(directory: Path, *, fingerprint: str) -> bool:
@@ -211,6 +231,15 @@ def _compute(
         for i, state in zip(batch, states, strict=True):
             result[i] = encode(state, dtype=dtype)
     return {name: torch.cat([tensors[name] for tensors in result]) for name in TENSORS[dtype]}
+
+
+def _check_shards(directory: Path, plan: Sequence[Shard]) -> None:
+    missing = [shard.name for shard in plan if not (directory / shard.name).exists()]
+    if missing:
+        raise MedusaTrainError(
+            f"{directory}: {missing[0]} of another process is not here; all processes need the "
+            "same directory, so give a run_dir that every machine sees"
+        )
 
 
 def _claim(directory: Path, fingerprint: str, *, dtype: StatesDtype) -> None:

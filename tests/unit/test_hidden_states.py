@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,7 +28,7 @@ from medusa_train.pipeline import run_pipeline
 from medusa_train.run_dir import fingerprint
 from medusa_train.stages import Workspace, fingerprint_of
 from medusa_train.train.build import build_trainer
-from tests.models_for_tests import make_model, save_base
+from tests.models_for_tests import file_hashes, make_model, save_base
 from tests.reference import quantise_reference
 from tests.training_for_tests import conversation, cyclic_rows, write_recipe
 
@@ -246,3 +247,57 @@ def test_a_damaged_shard_is_an_error(tmp_path: Path) -> None:
     os.truncate(path, path.stat().st_size - 1)
     with pytest.raises(MedusaTrainError, match="ends before its last row; run the stage"):
         reader.rows("hidden_states", 4, 6)
+
+
+def _build_in_process(index: int, directory: Path, barrier: Any, failures: Any) -> None:
+    try:
+        torch.set_num_threads(1)
+        build_cache(
+            make_model(),
+            ROWS,
+            directory=directory,
+            fingerprint="x",
+            process_index=index,
+            num_processes=3,
+            wait=lambda: barrier.wait(60),
+        )
+        assert is_complete(directory, fingerprint="x")
+    except BaseException as error:
+        failures.put(repr(error))
+        raise
+
+
+def test_processes_share_the_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three processes give the files of one, over what another cache and a kill left there."""
+    monkeypatch.setattr("medusa_train.hidden_states.shards.SHARD_POSITIONS", 100)
+    alone, shared = tmp_path / "alone", tmp_path / "shared"
+    build_cache(make_model(), ROWS, directory=alone, fingerprint="x")
+    build_cache(make_model(seed=5), ROWS, directory=shared, fingerprint="of another base")
+    context = multiprocessing.get_context("fork")
+    for interrupted in (False, True):
+        if interrupted:
+            (shared / "00001.safetensors").unlink()
+            manifest = json.loads((shared / "manifest.json").read_text())
+            (shared / "manifest.json").write_text(json.dumps({**manifest, "complete": False}))
+        barrier, failures = context.Barrier(3), context.Queue()
+        processes = [
+            context.Process(target=_build_in_process, args=(i, shared, barrier, failures))
+            for i in range(3)
+        ]
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join(timeout=60)
+        assert [process.exitcode for process in processes] == [0, 0, 0]
+        assert failures.empty()
+        assert file_hashes(shared) == file_hashes(alone)
+
+
+def test_processes_without_a_common_directory_are_told(tmp_path: Path) -> None:
+    """The first one finds that the second one's shard went elsewhere."""
+    rows = cyclic_rows(400)
+    with pytest.raises(
+        MedusaTrainError, match=r"00001\.safetensors of another process is not here"
+    ):
+        build_cache(make_model(), rows, directory=tmp_path, fingerprint="x", num_processes=2)
+    assert not is_complete(tmp_path, fingerprint="x")
