@@ -43,7 +43,7 @@ from medusa_train.hidden_states.cache import MANIFEST_FILE as CACHE_MANIFEST
 from medusa_train.hidden_states.cache import build_cache
 from medusa_train.recipe.deepspeed_block import read_deepspeed, zero_stage
 from medusa_train.recipe.load import LoadedRecipe
-from medusa_train.recipe.schema import DistillSection, TrainSection
+from medusa_train.recipe.schema import DistillSection, HeadsSection, TrainSection
 from medusa_train.run_dir import (
     RunDir,
     atomic_directory,
@@ -54,10 +54,10 @@ from medusa_train.run_dir import (
 from medusa_train.train.build import CacheLocation, TrainingData, build_trainer
 from medusa_train.train.checkpoints import last_checkpoint
 
-_ON_ALL_PROCESSES = frozenset({"distill", "train"})
+_ON_ALL_PROCESSES = frozenset({"distill", "hidden-states", "train"})
 
-# Keys of a recipe's `train` that came after runs were fingerprinted without them.
-_LATER_TRAIN_KEYS = ("hidden_states_dtype",)
+# Keys of a recipe that came after runs were fingerprinted without them.
+_LATER_KEYS = frozenset({"hidden_states_dtype", "init_from"})
 
 STAGES = ("data", "distill", "hidden-states", "train", "accuracy")
 """Every stage, in order. ``data`` reads a file, ``distill`` writes the data; a run has one."""
@@ -238,8 +238,10 @@ def fingerprint_of(stage: str, workspace: Workspace) -> str | None:
             more += [dtype] if dtype != "bfloat16" else []
             return fingerprint([loading, data, cutting, *more])
         case "train":
+            more = ["packing"] if recipe.data.packing else []
             section_train = _deciding(recipe.train)
-            return fingerprint([loading, data, cutting, recipe.heads.model_dump(), section_train])
+            heads_section = _deciding(recipe.heads)
+            return fingerprint([loading, data, cutting, heads_section, section_train, *more])
         case _:
             if not outputs_of("train", workspace.run)[0].exists():
                 return None
@@ -247,11 +249,11 @@ def fingerprint_of(stage: str, workspace: Workspace) -> str | None:
             return fingerprint([loading, data, cutting, heads, recipe.evaluate.model_dump()])
 
 
-def _deciding(section: TrainSection) -> dict[str, Any]:
+def _deciding(section: HeadsSection | TrainSection) -> dict[str, Any]:
     """The keys that decide the heads; a later one only where it is set, for the runs before it."""
     kept = section.model_dump(exclude={"keep_hidden_states", "hidden_states_ram"})
-    for name in _LATER_TRAIN_KEYS:
-        if kept[name] == TrainSection.model_fields[name].default:
+    for name in _LATER_KEYS & kept.keys():
+        if kept[name] == type(section).model_fields[name].default:
             del kept[name]
     return kept
 
@@ -349,6 +351,9 @@ def _hidden_states(workspace: Workspace) -> Mapping[str, Any]:
             fingerprint=cache.fingerprint,
             dtype=workspace.recipe.train.hidden_states_dtype,
             with_last=workspace.recipe.train.soft_target_weight > 0,
+            process_index=process_index(),
+            num_processes=num_processes(),
+            wait=wait_for_all,
         )
     return {}
 

@@ -114,14 +114,14 @@ def check_features(model: PreTrainedModel, *, num_probe_tokens: int = 8) -> Logi
     finally:
         hook.remove()
         model.train(was_training)
-    if len(seen) != 1 or seen[0].shape != ours.shape or not _is_close(ours, seen[0]):
+    if len(seen) != 1 or seen[0].shape != ours.shape or not is_close(ours, seen[0]):
         raise InputError(
             f"{_name(model)}: the input of its lm_head is not its decoder's last hidden state, so "
             "heads cannot be trained on this architecture"
         )
     raw = F.linear(seen[0], weight, bias)
     for rule in _candidate_rules(model.config):
-        if _is_close(rule.apply(raw), logits):
+        if is_close(rule.apply(raw), logits):
             return rule
     raise InputError(
         f"{_name(model)}: its logits are neither lm_head's output nor a scaled or soft-capped form "
@@ -151,7 +151,8 @@ def _whole(parameter: Any) -> Any:
         return parameter.detach().clone()
 
 
-def _is_close(ours: Tensor, theirs: Tensor) -> bool:
+def is_close(ours: Tensor, theirs: Tensor) -> bool:
+    """Whether two results agree to the rounding of their dtype, relative to the greatest number."""
     tolerance = {torch.float64: 1e-8, torch.float32: 1e-4}.get(theirs.dtype, 2e-2)
     difference = (ours.double() - theirs.double()).abs().max()
     return bool(difference <= tolerance * theirs.double().abs().max().clamp(min=1e-3))

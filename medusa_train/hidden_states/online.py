@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from medusa_train.base_model.features import hidden_states
 from medusa_train.data.conversations import Conversation
 from medusa_train.data.examples import pad_batch, valid_pairs
+from medusa_train.data.packing import pack_rows
 
 Batch = Mapping[str, Tensor]
 
@@ -35,8 +36,10 @@ class OnlineHiddenStates:
 
     def __call__(self, batch: Batch) -> Tensor:
         """[N, D] for ``input_ids`` [B, T] and ``source_index`` [N] into the flattened [B · T]."""
+        # A packed batch says by its positions where conversations begin.
+        position_ids = batch.get("position_ids")
         with torch.no_grad():
-            states = hidden_states(self.model, batch["input_ids"])
+            states = hidden_states(self.model, batch["input_ids"], position_ids=position_ids)
         return states.flatten(0, 1)[batch["source_index"]]
 
 
@@ -80,6 +83,24 @@ def collate_online(items: Sequence[Batch]) -> dict[str, Tensor]:
     index = [item["positions"] + row * width for row, item in enumerate(items)]
     return {
         "input_ids": input_ids,
+        "source_index": torch.cat(index),
+        "labels": torch.cat([item["labels"] for item in items]),
+    }
+
+
+def collate_packed(items: Sequence[Batch], *, capacity: int) -> dict[str, Tensor]:
+    """Put conversations side by side into rows of at most ``capacity`` tokens.
+
+    The same as :func:`collate_online` with fewer tokens, for a model that
+    :func:`medusa_train.base_model.packed.check_packed_rows` lets pass: ``input_ids`` and
+    ``position_ids`` [R, T], ``source_index`` [N] and ``labels`` [N, K], these in the order of the
+    items.
+    """
+    packed = pack_rows([item["input_ids"].tolist() for item in items], capacity=capacity)
+    index = [item["positions"] + packed.starts[row] for row, item in enumerate(items)]
+    return {
+        "input_ids": packed.input_ids,
+        "position_ids": packed.position_ids,
         "source_index": torch.cat(index),
         "labels": torch.cat([item["labels"] for item in items]),
     }

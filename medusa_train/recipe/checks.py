@@ -67,6 +67,8 @@ def combined_mistakes(schema: type[BaseModel], value: Mapping[str, Any]) -> Iter
     train = _section(value, "train")
     if train.get("hidden_states") == "online" and train.get("hidden_states_dtype") == "int8":
         yield ("train", "hidden_states_dtype"), "is for hidden_states: cached; remove it"
+    if train.get("hidden_states", "cached") == "cached" and data.get("packing") is True:
+        yield ("data", "packing"), "is for train.hidden_states: online; remove it"
     trainer = _section(train, "trainer")
     for name, message in check_trainer(trainer):
         yield ("train", "trainer", name), message

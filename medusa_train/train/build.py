@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from transformers import TrainerCallback, TrainingArguments, set_seed
 
 from medusa_train.base_model.features import output_projection
 from medusa_train.base_model.load import BaseModel
+from medusa_train.base_model.packed import check_packed_rows
 from medusa_train.console import log
 from medusa_train.data.conversations import Conversation
 from medusa_train.distributed import is_launched
@@ -22,7 +24,13 @@ from medusa_train.heads.checkpoint import load_heads
 from medusa_train.heads.config import BaseIdentity, HeadsConfig
 from medusa_train.heads.model import MedusaHeads, most_frequent_tokens, num_candidate_rows
 from medusa_train.hidden_states.cache import CachedExamples, CachedHiddenStates, collate_cached
-from medusa_train.hidden_states.online import OnlineExamples, OnlineHiddenStates, collate_online
+from medusa_train.hidden_states.online import (
+    Batch,
+    OnlineExamples,
+    OnlineHiddenStates,
+    collate_online,
+    collate_packed,
+)
 from medusa_train.hidden_states.reading import spare_memory
 from medusa_train.losses import Teacher, head_weights
 from medusa_train.recipe.deepspeed_block import read_deepspeed
@@ -127,7 +135,7 @@ def build_trainer(
             if args.eval_strategy != "no"
             else None
         ),
-        collate=collate_cached if is_cached else collate_online,
+        collate=_collate(recipe, base),
         callbacks=callbacks,
     )
 
@@ -293,6 +301,20 @@ def _teacher(recipe: Recipe, base: BaseModel, heads: MedusaHeads) -> Teacher | N
         share=share,
         adjust=base.logit_rule.apply,
     )
+
+
+def _collate(recipe: Recipe, base: BaseModel) -> Callable[[Sequence[Batch]], dict[str, Tensor]]:
+    """Items → batch.
+
+    Raises:
+        InputError: conversations are to be packed, and the base cannot read them so.
+    """
+    if recipe.train.hidden_states == "cached":
+        return collate_cached
+    if not recipe.data.packing:
+        return collate_online
+    check_packed_rows(base.model)
+    return partial(collate_packed, capacity=recipe.data.max_length)
 
 
 def _dataset(

@@ -192,6 +192,11 @@ def test_int8_is_for_a_cache(write):
     assert line.endswith("train.hidden_states_dtype: is for hidden_states: cached; remove it")
 
 
+def test_packing_is_for_online_states(write):
+    [line] = lines_of(write(GOOD), "data.packing=true")
+    assert line.endswith("data.packing: is for train.hidden_states: online; remove it")
+
+
 def test_every_key_can_be_set(write):
     """Setting a key to its own value, section by section and key by key, changes nothing."""
     path = write("base_model: {name_or_path: m}\ndata: {distill: {num_prompts: 3}}")
