@@ -193,8 +193,8 @@ def _wait_for(process: subprocess.Popen[bytes], directory: Path, name: str, *, s
 
 
 LONG = [
-    "train.trainer.max_steps=400",
-    "train.trainer.save_steps=50",
+    "train.trainer.max_steps=60",
+    "train.trainer.save_steps=20",
     "train.trainer.logging_steps=1",
 ]
 
@@ -208,7 +208,7 @@ def test_interrupted_killed_and_other_processes(tmp_path: Path) -> None:
     assert straight.wait(timeout=300) == 0, log.read_text()[-6000:]
 
     process = _begin(tmp_path, "cut", [*LONG, zero])
-    _wait_for(process, tmp_path, "cut", step=20)
+    _wait_for(process, tmp_path, "cut", step=5)
     process.send_signal(signal.SIGTERM)
     assert process.wait(timeout=120) == 130
     saved = sorted((tmp_path / "runs" / "cut" / "checkpoints").glob("checkpoint-*"))
@@ -216,7 +216,7 @@ def test_interrupted_killed_and_other_processes(tmp_path: Path) -> None:
     assert "interrupted at step" in log.read_text()
 
     process = _begin(tmp_path, "cut", [*LONG, zero])
-    _wait_for(process, tmp_path, "cut", step=120)
+    _wait_for(process, tmp_path, "cut", step=30)
     worker = psutil.Process(process.pid).children()[-1]
     worker.send_signal(signal.SIGKILL)
     assert process.wait(timeout=200) == 1
@@ -236,7 +236,7 @@ def test_interrupted_killed_and_other_processes(tmp_path: Path) -> None:
 
     process = _begin(tmp_path, "cut", [*LONG, zero])
     assert process.wait(timeout=300) == 0, log.read_text()[-6000:]
-    assert _steps(tmp_path, "cut") == 400
+    assert _steps(tmp_path, "cut") == 60
     for key, value in _heads(tmp_path, "cut").items():
         torch.testing.assert_close(value, _heads(tmp_path, "straight")[key], rtol=0, atol=0)
 
