@@ -325,7 +325,10 @@ def from_line(line: bytes, *, shared: dict[int, int] | None = None) -> Conversat
     Raises:
         ValueError: says what is wrong with the line.
     """
-    value = json.loads(line.decode("utf-8"))
+    try:
+        value = json.loads(line.decode("utf-8"))
+    except RecursionError as error:
+        raise ValueError("nested too deeply") from error
     if not isinstance(value, dict):
         raise ValueError(f"a row must be a JSON object, got {type(value).__name__}")
     if missing := _TYPES.keys() - value.keys():

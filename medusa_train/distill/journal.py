@@ -76,7 +76,7 @@ class Journal:
 
     Raises:
         InputError: not writable, and there is no such file.
-        MedusaTrainError: the file cannot be written.
+        MedusaTrainError: the file cannot be written, or is damaged before its end.
     """
 
     def __init__(self, path: Path, *, writable: bool = False) -> None:
@@ -93,9 +93,13 @@ class Journal:
             if writable:
                 path.parent.mkdir(parents=True, exist_ok=True)
             self._file: BinaryIO = path.open("a+b" if writable else "rb")
-            self._scan()
-            if writable:
-                self._file.truncate(self._end)
+            try:
+                self._scan()
+                if writable:
+                    self._file.truncate(self._end)
+            except BaseException:
+                self._file.close()
+                raise
         except FileNotFoundError as error:
             raise InputError(f"{path}: no such file") from error
         except OSError as error:
@@ -153,7 +157,10 @@ class Journal:
         """The record of a unit."""
         self._file.seek(self._offsets[number])
         header = json.loads(self._file.readline())
-        rows = [from_line(self._file.readline()) for _ in range(header.pop("num_rows"))]
+        try:
+            rows = [from_line(self._file.readline()) for _ in range(header.pop("num_rows"))]
+        except ValueError as error:
+            raise MedusaTrainError(self._damage(f"unit {number}: {error}")) from error
         num_teachers = header.pop("num_teachers")
         teachers = [self._file.readline().decode().rstrip("\n") for _ in range(num_teachers)]
         return Unit(
@@ -184,6 +191,17 @@ class Journal:
         for header, end in self._headers():
             self._note(header)
             self._end = end
+        # What a kill cut short is the last record: none can follow it.
+        self._file.seek(self._end)
+        self._file.readline()
+        if any(line.startswith(_HEADER_START) for line in self._file):
+            raise MedusaTrainError(self._damage(f"byte {self._end} begins no record"))
+
+    def _damage(self, what: str) -> str:
+        return (
+            f"{self.path}: damaged: {what}; restore the file, or remove it and run the generate "
+            "command again"
+        )
 
     def _headers(self) -> Iterator[tuple[dict[str, Any], int]]:
         while line := self._file.readline():
@@ -193,6 +211,8 @@ class Journal:
                 header = json.loads(line)
                 num_lines = header["num_rows"] + header["num_teachers"]
             except (ValueError, KeyError, TypeError):
+                return
+            if not header.keys() >= _HEADER_KEYS:
                 return
             for _ in range(num_lines):
                 if not self._file.readline().endswith(b"\n"):
@@ -206,6 +226,12 @@ class Journal:
             self._file.close()
         os.truncate(self.path, self._end)
         return self.path.open("a+b")
+
+
+_HEADER_START = b'{"unit": '
+_HEADER_KEYS = frozenset(
+    {"unit", "dropped", "shortened", "failed", "num_drawn", "num_usable", "num_tokens", "seconds"}
+)
 
 
 def _header(unit: Unit) -> dict[str, Any]:

@@ -11,9 +11,9 @@ from medusa_train.console import warn
 from medusa_train.data.conversations import MANIFEST_FILE
 from medusa_train.distill.assemble import Assembly, say
 from medusa_train.distill.journal import Journal
-from medusa_train.distill.run import JOURNAL_FILE, PLAN_FILE, WORK, check_same
+from medusa_train.distill.run import JOURNAL_FILE, PLAN_FILE, WORK, check_same, read_plan
 from medusa_train.errors import InputError, InputErrors
-from medusa_train.run_dir import check_writable, locked, read_json
+from medusa_train.run_dir import check_writable, locked
 
 
 def merge(
@@ -31,16 +31,26 @@ def merge(
 
     Raises:
         InputError: a directory holds no shard, shards are of different generations or missing, or
-            ``output`` holds a data set.
+            ``output`` holds a data set or a shard.
     """
     plans = [_plan(directory) for directory in directories]
     for directory, plan in zip(directories[1:], plans[1:], strict=True):
-        check_same(plans[0]["generation"], plan["generation"], directory)
+        check_same(
+            plans[0]["generation"],
+            plan["generation"],
+            directory,
+            advice=f"only shards of one generation can be merged, and {directories[0]} is of this",
+        )
     if not allow_missing:
         _check_complete(directories, plans)
-    check_writable(output)
     if (output / MANIFEST_FILE).exists():
         raise InputError(f"{output}: holds a data set; give another directory, or remove this one")
+    if (output / WORK).exists():
+        raise InputError(
+            f"{output}: holds a shard or an unfinished generation; name a directory of its own for "
+            "the data set, after those of the shards"
+        )
+    check_writable(output)
     with locked(output), ExitStack() as stack:
         journals = [stack.enter_context(Journal(d / WORK / JOURNAL_FILE)) for d in directories]
         shared = {key: value for key, value in plans[0].items() if key != "shard"}
@@ -54,6 +64,8 @@ def merge(
                 raise InputError(
                     f"{output}: {message}; finish them, or give --allow-missing to leave them out"
                 )
+            if len(assembly.missing) == shared["num_units"]:
+                raise InputError(f"{output}: no unit is finished yet; generate first, then merge")
             warn(f"{message}; they are left out")
         manifest = assembly.write(output)
     say(manifest, output=output)
@@ -67,9 +79,7 @@ def _plan(directory: Path) -> dict[str, Any]:
         if (directory / MANIFEST_FILE).exists():
             reason = "holds a finished data set, which needs no merge"
         raise InputError(f"{directory}: {reason}")
-    plan = read_json(path)
-    assert isinstance(plan, dict)
-    return plan
+    return read_plan(path)
 
 
 def _check_complete(directories: Sequence[Path], plans: Sequence[dict[str, Any]]) -> None:
@@ -78,7 +88,13 @@ def _check_complete(directories: Sequence[Path], plans: Sequence[dict[str, Any]]
     num = 1
     for directory, plan in zip(directories, plans, strict=True):
         shard = plan["shard"] or {"index": 0, "num": 1}
-        num = max(num, shard["num"])
+        if places and shard["num"] != num:
+            errors.append(
+                f"{directory}: holds shard {shard['index']}/{shard['num']}, and {directories[0]} "
+                f"is one of {num}; merge shards of one division"
+            )
+            continue
+        num = shard["num"]
         other = places.setdefault(shard["index"], directory)
         if other is not directory:
             errors.append(

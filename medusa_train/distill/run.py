@@ -96,6 +96,12 @@ def run_distill(
         if (output / MANIFEST_FILE).exists():
             manifest = read_manifest(output)
             check_same(manifest.get("generation"), plan["generation"], output)
+            if manifest["num_missing_units"]:
+                raise InputError(
+                    f"{output}: holds what was merged before {manifest['num_missing_units']} of "
+                    f"{plan['num_units']} units were finished; go on in the directory of that "
+                    "generation, or remove this one"
+                )
             if not manifest["num_failed"]:
                 # A kill may have come between the data set and this.
                 shutil.rmtree(output / WORK, ignore_errors=True)
@@ -191,7 +197,7 @@ class _Generation:
     def _begin_plan(self, plan: dict[str, Any]) -> None:
         path = self.output / WORK / PLAN_FILE
         if path.exists():
-            known = read_json(path)
+            known = read_plan(path)
             check_same(known["generation"], plan["generation"], self.output)
             if known["shard"] != plan["shard"]:
                 raise InputError(
@@ -310,17 +316,38 @@ def _announce(work: Work, openings: Openings, plan: dict[str, Any]) -> None:
         )
 
 
-def check_same(known: Any, mine: dict[str, Any], output: Path) -> None:
+def read_plan(path: Path) -> dict[str, Any]:
+    """Read what a generation is.
+
+    Raises:
+        InputError: the file was not written by a generation, or is damaged.
+    """
+    plan = read_json(path)
+    keys = {"generation", "num_units", "num_prompts", "shard"}
+    if not isinstance(plan, dict) or not keys <= plan.keys() or not _is_identity(plan):
+        raise InputError(f"{path}: not the plan of a generation; give another directory")
+    return plan
+
+
+def _is_identity(plan: dict[str, Any]) -> bool:
+    generation = plan["generation"]
+    return isinstance(generation, dict) and isinstance(generation.get("settings"), dict)
+
+
+def check_same(
+    known: Any,
+    mine: dict[str, Any],
+    output: Path,
+    *,
+    advice: str = "give another directory, or remove this one",
+) -> None:
     """Raise :class:`InputError` unless ``known`` is the identity of this very generation."""
     if known == mine:
         return
     old, new = _flat(known if isinstance(known, dict) else {}), _flat(mine)
     names = sorted(name for name in {*old, *new} if old.get(name) != new.get(name))
     changed = ", ".join(f"{n} {old.get(n)!r} → {new.get(n)!r}" for n in names)
-    raise InputError(
-        f"{output}: holds another generation ({changed}); give another directory, or remove this "
-        "one"
-    )
+    raise InputError(f"{output}: holds another generation ({changed}); {advice}")
 
 
 def _flat(identity: dict[str, Any]) -> dict[str, Any]:

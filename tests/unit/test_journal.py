@@ -96,6 +96,26 @@ def test_a_full_disk_is_an_error_that_keeps_what_was_there(path: Path) -> None:
         assert journal.read(1) == _unit(1)
 
 
+def test_damage_before_the_end_is_an_error_and_nothing_is_cut_off(path: Path) -> None:
+    with Journal(path, writable=True) as journal:
+        for number in range(3):
+            journal.append(_unit(number))
+    content = path.read_bytes()
+    second = content.index(b'{"unit": 1')
+    for damaged in (b"?" + content[1:], content[:second] + b"{}\n" + content[second:]):
+        path.write_bytes(damaged)
+        for writable in (True, False):
+            with pytest.raises(MedusaTrainError, match=r"journal.jsonl: damaged: byte \d+ begins"):
+                Journal(path, writable=writable)
+        assert path.read_bytes() == damaged
+    row = content.index(b'"id":', second)
+    path.write_bytes(content[:row] + b"\xff" + content[row + 1 :])
+    with Journal(path) as journal:
+        assert journal.read(0) == _unit(0)
+        with pytest.raises(MedusaTrainError, match=r"damaged: unit 1: .*remove it and run"):
+            journal.read(1)
+
+
 def test_a_missing_journal_is_named(path: Path) -> None:
     with pytest.raises(InputError, match=r"journal.jsonl: no such file"):
         Journal(path)

@@ -16,7 +16,7 @@ from medusa_train.distill.settings import DistillSettings, PromptSource
 from medusa_train.distill.writer import Teacher
 from medusa_train.errors import InputError, InputErrors
 from tests.distill_for_tests import distill
-from tests.models_for_tests import make_base
+from tests.models_for_tests import file_hashes, make_base
 
 TIMINGS = {"seconds"}
 
@@ -92,6 +92,52 @@ def test_shards_of_other_generations_are_refused(base: BaseModel, tmp_path: Path
 def _settings_in(directory: Path, **changes: Any) -> DistillSettings:
     directory.mkdir()
     return _settings(directory, **changes)
+
+
+def test_a_forgotten_output_costs_no_shard(base: BaseModel, tmp_path: Path) -> None:
+    settings = _settings(tmp_path)
+    shards = _shards(base, tmp_path, settings)
+    before = [file_hashes(shard) for shard in shards]
+    for given in (shards, [*shards, shards[0]]):
+        with pytest.raises(InputError, match=r"holds a shard .* directory of its own"):
+            merge(given[:-1], given[-1], allow_missing=True)
+    assert [file_hashes(shard) for shard in shards] == before
+
+
+def test_shards_of_another_division_are_refused(base: BaseModel, tmp_path: Path) -> None:
+    settings = _settings(tmp_path)
+    thirds = _shards(base, tmp_path, settings)
+    [half] = _shards(base, tmp_path / "halves", settings, num=2)[:1]
+    with pytest.raises(InputErrors, match=r"holds shard 0/2, and .*shard-0 is one of 3"):
+        merge([*thirds, half], tmp_path / "merged")
+
+
+def test_a_merge_of_unfinished_units_is_not_taken_for_the_whole(
+    base: BaseModel, tmp_path: Path
+) -> None:
+    settings = _settings(tmp_path)
+    shards = _shards(base, tmp_path, settings)
+    merge(shards[:2], tmp_path / "so-far", allow_missing=True)
+    with pytest.raises(InputError, match=r"so-far: holds what was merged before 2 of 7 units"):
+        distill(base, settings=settings, output=tmp_path / "so-far")
+
+
+def test_nothing_finished_is_said(base: BaseModel, tmp_path: Path) -> None:
+    [shard] = _shards(base, tmp_path, _settings(tmp_path), num=1)
+    (shard / "generation" / "journal.jsonl").write_bytes(b"")
+    with pytest.raises(InputError, match=r"no unit is finished yet"):
+        merge([shard], tmp_path / "merged", allow_missing=True)
+
+
+@pytest.mark.parametrize("content", ["{}", "[]", '{"generation": 3}', "x"])
+def test_a_damaged_plan_is_named(base: BaseModel, tmp_path: Path, content: str) -> None:
+    settings = _settings(tmp_path)
+    [shard] = _shards(base, tmp_path, settings, num=1)
+    (shard / "generation" / "plan.json").write_text(content)
+    with pytest.raises(InputError, match=r"plan.json: not (the plan|valid JSON)"):
+        merge([shard], tmp_path / "merged")
+    with pytest.raises(InputError, match=r"plan.json: not (the plan|valid JSON)"):
+        distill(base, settings=settings, output=shard, shard=Shard(0, 1))
 
 
 def test_an_unfinished_shard_is_not_merged(base: BaseModel, tmp_path: Path) -> None:
