@@ -264,6 +264,10 @@ class _Handler(BaseHTTPRequestHandler):
                 self.close_connection = True
             case "malformed":
                 self._write(200, b"<html>gateway</html>")
+            case "deep":
+                self._write(200, b"[" * 100_000)
+            case "digits":
+                self._write(200, b'{"choices": ' + b"1" * 5000 + b"}")
             case str() if fault.isdigit():
                 said = f"scripted {fault}"
                 if fault == "400" and script.api_key is not None:
@@ -287,6 +291,10 @@ class _Handler(BaseHTTPRequestHandler):
         text = script.tokenizer.decode([i for i in ids if i != script.stop_id])
         if fault == "no end":
             ids = ids[:-1]
+        if fault in {"foreign ids", "huge ids"}:
+            ids = (len(script.tokenizer) if fault == "foreign ids" else 2**40, *ids)
+        if fault == "half a character":
+            text = "\ud800"
         if script.style == "tgi":
             return {
                 "generated_text": text,

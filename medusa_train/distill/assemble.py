@@ -96,14 +96,16 @@ class Assembly:
                 num_rows += 1
                 self._count_row(row)
                 yield row
+        self._write_failures(output)
         if not num_rows:
+            reasons = listed(self.total.dropped + _reasons(self.total.failed))
+            see = f"; see {output / FAILURES_FILE}" if self.total.failed else ""
             raise MedusaTrainError(
                 f"not one of {self._plan['num_prompts']} prompts gave a usable answer: "
-                f"{listed(self.total.dropped + _reasons(self.total.failed))}"
+                f"{reasons}{see}"
             )
         if writer is not None:
             writer.finish()
-        self._write_failures(output)
 
     def _units(self) -> Iterator[Unit]:
         for number in range(self._plan["num_units"]):

@@ -146,7 +146,7 @@ def reply_of(form: ServerForm, value: Mapping[str, Any], request: Request, *, ur
         if form.style == "tgi":
             return _tgi_reply(value)
         return _completion(value, num_logprobs=request.num_logprobs)
-    except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+    except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
         problem = f"no {error}" if isinstance(error, KeyError) else str(error)
         detail = f"{url}: {problem}"
         raise AttemptError(MALFORMED_ANSWER, detail, blame="answer") from error
@@ -234,6 +234,7 @@ def _finish_reason(value: Any) -> FinishReason:
 def _text(value: Any) -> str:
     if not isinstance(value, str):
         raise TypeError(f"a text expected, got {type(value).__name__}")
+    value.encode()  # halves of surrogate pairs are no text
     return value
 
 

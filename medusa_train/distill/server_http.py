@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import email.utils
-import json
 import os
 import socket
 import threading
@@ -30,6 +29,8 @@ KEEPALIVE_SECONDS = 2.0
 MAX_MESSAGE = 200
 BUSY = {408, 409, 425, 429}
 _WRONG_KEY = {401, 403}
+# Syntax, encoding, numbers of thousands of digits; brackets without end.
+_NO_JSON = (ValueError, RecursionError)
 _CONNECTED = {"connection.connect_tcp.complete", "connection.start_tls.complete"}
 
 Blame = Literal["unreachable", "dropped", "fault", "busy", "answer", "prompt"]
@@ -90,6 +91,9 @@ class Http:
         num_connections: requests that may run at once.
         api_key_env: environment variable with the key; servers without a key ignore it.
         auth: user and password of servers whose URL holds them.
+
+    Raises:
+        InputError: what the variable holds cannot be sent.
     """
 
     def __init__(
@@ -103,6 +107,11 @@ class Http:
         self.stopped = threading.Event()
         self._api_key_env = api_key_env
         self._key = os.environ.get(api_key_env, "").strip()
+        if not (self._key.isascii() and self._key.isprintable()):
+            raise InputError(
+                f"the environment variable {api_key_env}: holds characters that no API key has (a "
+                "line break, say); set it anew"
+            )
         self._auth = dict(auth)
         self._sockets: set[socket.socket] = set()
         self._client = httpx.Client(
@@ -184,7 +193,7 @@ class Http:
         if status == HTTPStatus.OK:
             try:
                 value = response.json()
-            except (json.JSONDecodeError, UnicodeDecodeError) as error:
+            except _NO_JSON as error:
                 detail = f"{url}: not JSON ({error})"
                 raise AttemptError(MALFORMED_ANSWER, detail, blame="answer") from error
             if isinstance(value, dict):
@@ -247,7 +256,7 @@ def _message(response: httpx.Response) -> str:
     """What servers say in ``error.message``, ``message``, ``detail`` or ``error``, or the body."""
     try:
         value = response.json()
-    except (json.JSONDecodeError, UnicodeDecodeError):
+    except _NO_JSON:
         return response.text
     if not isinstance(value, dict):
         return response.text

@@ -59,7 +59,8 @@ class AnswerReader:
             exact_ids: whether an answer without ids is none.
 
         Raises:
-            AttemptError: ids are missing, or log-probabilities of the end of turn.
+            AttemptError: ids are missing or no tokens of the base model, or log-probabilities of
+                the end of turn are missing.
         """
         if reply.token_ids is None:
             if exact_ids:
@@ -67,6 +68,12 @@ class AnswerReader:
             ids = self._retokenised(reply, prompt_ids, stopping)
             return _ended(ids, reply.finish_reason, stopping, retokenised=True)
         ids = reply.token_ids
+        if ids and max(ids) >= self._chat.vocab_size:
+            detail = (
+                f"token id {max(ids)} is not in the base model's vocabulary of "
+                f"{self._chat.vocab_size}; is it the base model that is served?"
+            )
+            raise AttemptError(MALFORMED_ANSWER, detail, blame="answer")
         end = self._missing_end(reply, ids, stopping)
         if end is not None:
             if reply.teacher is not None:

@@ -100,7 +100,9 @@ class _UnitRun:
         drawn = set(map(id, to_write))
         encoded = self._encoded(d for d in dialogues if id(d) not in drawn or id(d) in written)
         different = self._different(encoded)
-        self.unit.num_drawn = len(to_write)
+        # A prompt that a server did not write says nothing about the model.
+        failed = {fault.index for fault in self.unit.failed}
+        self.unit.num_drawn = sum(d.opening.index not in failed for d in to_write)
         self.unit.num_usable = sum(id(dialogue) in drawn for dialogue in different)
         return different
 

@@ -134,6 +134,34 @@ def test_exactly_what_can_succeed_is_there(
     assert not Path("out/failures.jsonl").exists()
 
 
+def test_what_servers_said_is_kept_when_not_one_prompt_has_an_answer(
+    base: Path, outcome: Outcome, server: Callable[..., ScriptedServer]
+) -> None:
+    one = server(faults={"Question": itertools.repeat("400")})
+    code, stdout, stderr = outcome(*_arguments(base, one), "--output", "out")
+    assert (code, stdout) == (1, "")
+    assert "refused by the server: 24; see out/failures.jsonl" in stderr
+    failures = [json.loads(line) for line in Path("out/failures.jsonl").read_text().splitlines()]
+    assert {failure["detail"] for failure in failures} == {f"{one.url}: HTTP 400: scripted 400"}
+
+
+def test_prompts_that_servers_did_not_write_say_nothing_about_the_model(
+    base: Path, outcome: Outcome, server: Callable[..., ScriptedServer]
+) -> None:
+    bad, good = server(faults={"user": itertools.repeat("400")}), server()
+
+    def run(one: ScriptedServer) -> tuple[int, str, str]:
+        options = ["--num-prompts", 70, "--temperature", 0, "--output", "out"]
+        return outcome("generate", "--base-model", base, "--server", one.url, *options)
+
+    code, _, stderr = run(bad)
+    assert code == 1
+    assert "refused by the server: 70" in stderr
+    assert "give a file of prompts" not in stderr
+    assert run(good)[0] == 0
+    assert read_manifest(Path("out"))["prompts_of_the_model"]["drawn"] == 70
+
+
 def test_a_tolerated_share_of_failures_is_no_error(
     base: Path, outcome: Outcome, server: Callable[..., ScriptedServer]
 ) -> None:

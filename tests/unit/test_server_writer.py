@@ -172,6 +172,11 @@ def test_a_fault_once_costs_a_try_and_nothing_else(
         ("malformed", server_http.MALFORMED_ANSWER),
         ("no ids", server_http.MALFORMED_ANSWER),
         ("strange", server_http.MALFORMED_ANSWER),
+        ("deep", server_http.MALFORMED_ANSWER),
+        ("digits", server_http.MALFORMED_ANSWER),
+        ("foreign ids", server_http.MALFORMED_ANSWER),
+        ("huge ids", server_http.MALFORMED_ANSWER),
+        ("half a character", server_http.MALFORMED_ANSWER),
     ],
 )
 def test_a_lasting_fault_fails_that_prompt_with_its_reason(
@@ -362,6 +367,16 @@ def test_a_wrong_key_is_refused_without_saying_it(
     monkeypatch.setenv("TEST_SERVER_KEY", f"{KEY}-not")
     with pytest.raises(InputError, match=r"HTTP 401: .* TEST_SERVER_KEY is refused") as failure:
         make(one)
+    assert KEY not in str(failure.value)
+
+
+@pytest.mark.parametrize("key", [f"{KEY}\nX", f"{KEY}\u00fc"])
+def test_a_key_that_cannot_be_sent_is_refused_without_saying_it(
+    server: Server, make: Make, monkeypatch: pytest.MonkeyPatch, key: str
+) -> None:
+    monkeypatch.setenv("TEST_SERVER_KEY", key)
+    with pytest.raises(InputError, match=r"TEST_SERVER_KEY: holds characters") as failure:
+        make(server())
     assert KEY not in str(failure.value)
 
 
