@@ -118,6 +118,21 @@ class ChatTemplate:
         warn("the chat template takes no system turn; it is put before the first user turn's text")
         return True
 
+    def check_user_turn(self) -> None:
+        """Raise :class:`InputError` where the template leaves out what a user says.
+
+        Templates of models that see pictures do, which take the parts of a turn alone.
+        """
+        try:
+            text = self.render([{"role": "user", "content": PROBES[0]}], prompt=True)
+        except TemplateRefusedError:
+            return  # it may want other turns around this one
+        if PROBES[0] not in text:
+            raise InputError(
+                "chat template: leaves out the text of a user turn; give one that renders it "
+                "(data.chat_template)"
+            )
+
     @cached_property
     def answer_end(self) -> str:
         """The text that the template puts after an answer's content."""

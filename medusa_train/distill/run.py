@@ -106,6 +106,8 @@ def run_distill(
                 # A kill may have come between the data set and this.
                 shutil.rmtree(output / WORK, ignore_errors=True)
                 return manifest
+        if chat.has_template:
+            chat.template.check_user_turn()
         _announce(work, openings, plan)
         generation = _Generation(work, openings, plan=plan, shard=shard, output=output)
         generation.run()

@@ -154,6 +154,16 @@ def test_a_template_whose_user_turn_ends_in_text() -> None:
     assert turns.read(Answer(tuple(tokens), "stop")) == ("Name a metal.", None)
 
 
+def test_a_template_that_leaves_out_the_user_is_refused(tmp_path: Path) -> None:
+    parts = (
+        "{% for message in messages %}{{ message['role'] }}: {% for part in message['content'] %}"
+        "{{ part['text'] }}{% endfor %}{% endfor %}"
+    )
+    settings = DistillSettings(sources=(PromptSource("demo", None),), num_prompts=4)
+    with pytest.raises(InputError, match=r"leaves out the text of a user turn"):
+        distill(make_base(template=parts), settings=settings, output=tmp_path / "out")
+
+
 def test_system_prompt_goes_before_every_prompt(base: BaseModel, tmp_path: Path) -> None:
     settings = DistillSettings(
         **SETTINGS, sources=_prompts_file(tmp_path), system_prompt="You are terse."
