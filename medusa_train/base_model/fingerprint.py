@@ -14,7 +14,7 @@ from typing import Any
 from transformers.utils.hub import cached_file
 
 from medusa_train.errors import InputError
-from medusa_train.run_dir import fingerprint
+from medusa_train.run_dir import fingerprint, read_json
 
 _SAMPLE_BYTES = 1 << 20
 _PATH_KEYS = frozenset({"_name_or_path", "name_or_path"})
@@ -36,8 +36,13 @@ def base_fingerprint(
         return fingerprint({"gguf": _sample(path)})
     config_path = _file(name_or_path, "config.json", revision=revision)
     if config_path is None:
+        if not Path(name_or_path).exists():
+            raise InputError(
+                f"{name_or_path}: no such directory, and the hub gave no config.json for it; check "
+                "the name and the network"
+            )
         raise InputError(f"{name_or_path}: no config.json in it, so it is no model")
-    config = json.loads(config_path.read_text(encoding="utf-8"))
+    config = _json_object(config_path)
     files = _weight_files(name_or_path, revision=revision)
     return fingerprint(
         {
@@ -51,9 +56,10 @@ def _weight_files(name_or_path: str, *, revision: str | None) -> list[Path]:
     for single in _SINGLE_FILES:
         index = _file(name_or_path, f"{single}.index.json", revision=revision)
         if index is not None:
-            shards = sorted(
-                set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-            )
+            weight_map = _json_object(index).get("weight_map")
+            if not isinstance(weight_map, dict):
+                raise InputError(f"{index}: has no weight_map; fetch it again")
+            shards = sorted(set(weight_map.values()))
             paths = [_file(name_or_path, shard, revision=revision) for shard in shards]
             if None in paths:
                 missing = shards[paths.index(None)]
@@ -84,11 +90,27 @@ def _header(path: Path) -> Any:
         return None
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
-        if length > path.stat().st_size:
+        size = path.stat().st_size
+        if length > size:
             raise InputError(f"{path}: not a safetensors file")
-        header = json.loads(file.read(length))
-    header.pop("__metadata__", None)
-    return {name: [entry["dtype"], entry["shape"]] for name, entry in header.items()}
+        try:
+            header = json.loads(file.read(length))
+            header.pop("__metadata__", None)
+            ends = [entry["data_offsets"][1] for entry in header.values()]
+            shapes = {name: [entry["dtype"], entry["shape"]] for name, entry in header.items()}
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            raise InputError(f"{path}: not a safetensors file") from error
+    end = 8 + length + max(ends, default=0)
+    if end > size:
+        raise InputError(f"{path}: has {size:,} of its {end:,} bytes; fetch it again")
+    return shapes
+
+
+def _json_object(path: Path) -> dict[str, Any]:
+    value = read_json(path)
+    if not isinstance(value, dict):
+        raise InputError(f"{path}: must be a JSON object, got {type(value).__name__}")
+    return value
 
 
 def _sample(path: Path) -> str:

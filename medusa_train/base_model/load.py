@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -115,7 +116,7 @@ def load_base_model(
                 model = AutoModelForCausalLM.from_pretrained(name_or_path, **options)
             model.eval().requires_grad_(False)
             logit_rule = run_sharded(model, sharding, check=lambda: check_features(model))
-    except (OSError, ValueError, ImportError) as error:
+    except (OSError, ValueError, ImportError, SafetensorError) as error:
         raise InputError(f"{name_or_path}: cannot be loaded: {first_line(error)}") from error
     return BaseModel(
         model=model,

@@ -165,7 +165,8 @@ def _parquet_rows(path: Path) -> Iterator[RawRow]:
                     number += 1
                     yield RawRow(f"{path}:{number}", value)
     except (pyarrow.ArrowException, OSError) as error:
-        raise InputError(f"{path}: not a Parquet file: {error}") from error
+        reason = str(error).partition("\n")[0]
+        raise InputError(f"{path}: not a Parquet file: {reason}") from error
 
 
 def _decoded(path: Path, content: bytes) -> str:
@@ -173,4 +174,6 @@ def _decoded(path: Path, content: bytes) -> str:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start) + 1
-        raise InputError(f"{path}:{line}: not UTF-8 text: byte {error.start}") from error
+        raise InputError(
+            f"{path}:{line}: not UTF-8 text: byte {error.start}; save it as UTF-8"
+        ) from error

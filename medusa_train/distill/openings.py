@@ -6,6 +6,7 @@ Prompts of files are copied to a scratch file once, so that memory does not grow
 from __future__ import annotations
 
 import json
+import sys
 import tempfile
 from array import array
 from collections.abc import Iterator, Sequence
@@ -197,7 +198,11 @@ def _open(source: PromptSource, tally: Tally) -> tuple[Iterator[Turns], str, Any
         raw, content = _dataset_rows(source)
         return usable_rows(raw, tally, is_prompts=True), source.path, content
     path = demo_prompts_path() if source.source == "demo" else Path(source.path or "")
-    return iterate_prompts(path, tally), str(path), file_fingerprint(path)
+    try:
+        content = file_fingerprint(path)
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read: {error.strerror}") from error
+    return iterate_prompts(path, tally), str(path), content
 
 
 def _dataset_rows(source: PromptSource) -> tuple[Iterator[RawRow], Any]:
@@ -205,6 +210,9 @@ def _dataset_rows(source: PromptSource) -> tuple[Iterator[RawRow], Any]:
     import datasets
 
     assert source.path is not None
+    if not sys.stderr.isatty():
+        # In a log file its bar is one long line.
+        datasets.disable_progress_bars()
     try:
         loaded = datasets.load_dataset(source.path, source.name, split=source.split)
     except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:

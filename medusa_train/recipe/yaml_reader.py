@@ -112,11 +112,12 @@ def read(text: str) -> Document:
     try:
         loader = _Loader(text)
         node = loader.get_single_node()
+        if node is not None:
+            document.value = _Builder(document).build(node, key=())
     except yaml.YAMLError as error:
         document.problems.append(_syntax_problem(error))
-        return document
-    if node is not None:
-        document.value = _Builder(document).build(node, key=())
+    except RecursionError:
+        document.problems.append(Problem(0, (), "not valid YAML: nested too deeply"))
     return document
 
 

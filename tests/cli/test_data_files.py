@@ -195,8 +195,14 @@ def test_chats_without_a_template(base, dirty, tmp_path, outcome):
             ("convert", "junk.jsonl", "x.parquet"),
             "junk.jsonl: no rows to write: 1 of 1 rows were dropped (not valid JSON in UTF-8: 1)",
         ),
-        (("convert", "junk.json", "x.jsonl"), "junk.json:1: not UTF-8 text: byte 1"),
-        (("convert", "junk.txt", "x.jsonl"), "junk.txt:1: not UTF-8 text: byte 1"),
+        (
+            ("convert", "junk.json", "x.jsonl"),
+            "junk.json:1: not UTF-8 text: byte 1; save it as UTF-8",
+        ),
+        (
+            ("convert", "junk.txt", "x.jsonl"),
+            "junk.txt:1: not UTF-8 text: byte 1; save it as UTF-8",
+        ),
         (
             ("convert", "deep.json", "x.jsonl"),
             "deep.json: not valid JSON: nested too deeply",

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -99,6 +100,33 @@ def test_missing_files_are_named(tmp_path: Path, missing: str, message: str) -> 
     (directory / missing).unlink()
     with pytest.raises(InputError, match=message):
         load_base_model(str(directory))
+
+
+def test_a_name_that_is_no_directory_may_be_one_that_the_hub_does_not_give(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(InputError, match=r"no-such-model: .*hub"):
+        load_base_model("no-such-model")
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("config.json", lambda _: b"{", r"config.json: not valid JSON"),
+        ("config.json", lambda _: b"[]", r"config.json: must be a JSON object, got list"),
+        ("model.safetensors", lambda b: b[:-3], r"has [\d,]+ of its [\d,]+ bytes; fetch it again"),
+        ("model.safetensors", lambda b: b[:4], r"model.safetensors: not a safetensors file"),
+        ("model.safetensors", lambda b: b[:8] + b"x" * len(b), r"not a safetensors file"),
+    ],
+)
+def test_damaged_files_are_named(
+    tmp_path: Path, name: str, change: Callable[[bytes], bytes], message: str
+) -> None:
+    path = save_base(tmp_path / "m") / name
+    path.write_bytes(change(path.read_bytes()))
+    with pytest.raises(InputError, match=message):
+        load_base_model(str(tmp_path / "m"))
 
 
 def test_an_unknown_architecture_is_an_input_error(tmp_path: Path) -> None:

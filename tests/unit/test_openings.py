@@ -121,6 +121,12 @@ def test_a_number_is_needed_where_the_model_writes(tmp_path: Path) -> None:
         _open(tmp_path, PromptSource("model"))
 
 
+def test_a_directory_in_the_place_of_a_file_is_named(tmp_path: Path) -> None:
+    settings = DistillSettings(sources=(PromptSource("file", str(tmp_path)),))
+    with pytest.raises(InputError, match=rf"^{tmp_path}: cannot be read: Is a directory"):
+        Openings(settings, has_template=True, scratch=tmp_path)
+
+
 def test_a_file_without_prompts_is_refused(tmp_path: Path) -> None:
     (tmp_path / "x.jsonl").write_text('{"conversations": []}\n')
     with pytest.raises(InputError, match=r"x.jsonl: no prompts: 1 of 1 rows were dropped"):

@@ -120,6 +120,10 @@ def test_a_file_that_is_no_recipe(write, text, expected):
     [
         ("heads.num_heads=0", "heads.num_heads: must be at least 1; got 0"),
         ("heads.num_heads=17", "heads.num_heads: must be at most 16; got 17"),
+        (
+            "evaluate.seed=4294967296",
+            "evaluate.seed: must be at most 4294967295; got 4294967296",
+        ),
         ("heads.num_heads=3.0", "heads.num_heads: must be a whole number; got 3.0"),
         ("heads.num_heads=true", "heads.num_heads: must be a whole number; got true"),
         ("heads.num_heads=1_0", "heads.num_heads: must be a whole number; got '1_0'"),
@@ -286,6 +290,10 @@ def test_a_template_may_be_the_text_itself(write):
         (lambda _: None, "x.yaml: no such file"),
         (lambda path: path.mkdir(), "x.yaml: cannot be read: Is a directory"),
         (lambda path: path.write_bytes(b"\xff\xfe\x00"), "x.yaml: is not UTF-8 text"),
+        (
+            lambda path: path.write_text("a: " + "[" * 5000),
+            "x.yaml: not valid YAML: nested too deeply",
+        ),
     ],
 )
 def test_a_file_that_cannot_be_read(tmp_path, monkeypatch, make, message):
