@@ -6,11 +6,12 @@ import logging
 import os
 import signal
 import sys
+import tempfile
 from collections.abc import Sequence
 
 import psutil
 import torch
-from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -57,18 +58,20 @@ def run_again(arguments: Sequence[str], *, num_processes: int) -> int:
     num_threads = max(1, len(psutil.Process().cpu_affinity() or [0]) // num_processes)
     os.environ.setdefault("OMP_NUM_THREADS", str(num_threads))
     given = os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT")
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=num_processes,
-        run_id="medusa-train",
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
-        max_restarts=0,
-        shutdown_timeout=None if given else SHUTDOWN_SECONDS,
-    )
     try:
-        elastic_launch(config, sys.executable)("-m", "medusa_train.cli.train", *arguments)
+        with tempfile.TemporaryDirectory() as logs:
+            config = LaunchConfig(
+                min_nodes=1,
+                max_nodes=1,
+                nproc_per_node=num_processes,
+                run_id="medusa-train",
+                rdzv_backend="c10d",
+                rdzv_endpoint="localhost:0",
+                max_restarts=0,
+                logs_specs=DefaultLogsSpecs(log_dir=logs),
+                shutdown_timeout=None if given else SHUTDOWN_SECONDS,
+            )
+            elastic_launch(config, sys.executable)("-m", "medusa_train.cli.train", *arguments)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         if failure.exitcode > 0:

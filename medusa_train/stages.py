@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import TrainerState
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from medusa_train.base_model.fingerprint import base_fingerprint
@@ -43,7 +44,7 @@ from medusa_train.hidden_states.cache import MANIFEST_FILE as CACHE_MANIFEST
 from medusa_train.hidden_states.cache import build_cache
 from medusa_train.recipe.deepspeed_block import read_deepspeed, zero_stage
 from medusa_train.recipe.load import LoadedRecipe
-from medusa_train.recipe.schema import DistillSection, HeadsSection, TrainSection
+from medusa_train.recipe.schema import DistillSection, HeadsSection, Recipe, TrainSection
 from medusa_train.run_dir import (
     RunDir,
     atomic_directory,
@@ -390,7 +391,16 @@ def _train(workspace: Workspace) -> Mapping[str, Any]:
         "steps": trainer.state.global_step,
         "seed": trainer.args.seed,
         "processes": num_processes(),
+        **_best(trainer.state, workspace.recipe),
     }
+
+
+def _best(state: TrainerState, recipe: Recipe) -> Mapping[str, Any]:
+    """The checkpoint that was best on the held-out text, if there was evaluation."""
+    if state.best_global_step is None or state.best_metric is None:
+        return {}
+    name = recipe.train.trainer.get("metric_for_best_model", "acceptance_length")
+    return {"best_step": state.best_global_step, f"best_{name}": state.best_metric}
 
 
 def _facts(workspace: Workspace) -> dict[str, str]:

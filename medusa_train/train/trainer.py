@@ -237,6 +237,14 @@ class HeadsTrainer(Trainer):
         )
         self.module.heads.load_state_dict(heads.state_dict())
 
+    def _load_best_model(self) -> None:
+        """With ``load_best_model_at_end``: the heads of the best checkpoint are the run's."""
+        best = self.state.best_model_checkpoint
+        if best is None or self.is_deepspeed_enabled or self.is_fsdp_enabled:
+            super()._load_best_model()
+        else:
+            self._load_from_checkpoint(best)
+
     def _get_output_dir(self, trial: Any) -> str:
         directory = super()._get_output_dir(trial)
         return str(Path(directory) / STAGING) if self.is_staging else directory

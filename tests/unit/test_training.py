@@ -14,6 +14,7 @@ from medusa_train.evaluate.ranks import compute_ranks
 from medusa_train.heads.checkpoint import load_heads
 from medusa_train.heads.model import MedusaHeads
 from medusa_train.pipeline import run_pipeline
+from medusa_train.recipe.load import load_recipe
 from medusa_train.run_dir import RunDir
 from medusa_train.stages import Workspace
 from medusa_train.train.build import build_trainer
@@ -300,3 +301,63 @@ def test_cached_states_train_the_same_heads_as_online_ones(
     # The cache holds bf16: three significant digits.
     assert cached == pytest.approx(online, rel=2e-3)
     assert len(online) == 12
+
+
+def test_the_best_checkpoint_is_kept_and_named(tmp_path: Path, base: Path) -> None:
+    loaded = write_recipe(
+        tmp_path,
+        base=base,
+        rows=cyclic_rows(24),
+        overrides=[
+            "train.trainer.max_steps=8",
+            "train.trainer.save_steps=1",
+            "train.trainer.save_total_limit=2",
+            "train.trainer.eval_strategy=steps",
+            "train.trainer.eval_steps=1",
+            # It learns, and then a rate that is far too high throws it away.
+            "train.trainer.learning_rate=0.3",
+            "train.trainer.lr_scheduler_type=linear",
+            "train.trainer.warmup_steps=8",
+            "train.trainer.load_best_model_at_end=true",
+        ],
+    )
+    run = run_pipeline(loaded)
+    lines = [json.loads(line) for line in run.metrics.read_text().splitlines()]
+    lengths = {
+        line["step"]: line["eval_acceptance_length"]
+        for line in lines
+        if "eval_acceptance_length" in line
+    }
+    best = max(lengths, key=lambda step: (lengths[step], -step))
+    assert set(lengths) == set(range(1, 9))
+    assert best != 8
+    record = json.loads(run.manifest.read_text())["stages"]["train"]
+    assert record["best_step"] == best
+    assert record["best_acceptance_length"] == pytest.approx(lengths[best])
+    kept = {path.name for path in run.checkpoints.glob("checkpoint-*")}
+    assert kept == {f"checkpoint-{best}", "checkpoint-8"}
+    heads = (run.heads / "medusa_lm_head.safetensors").read_bytes()
+    saved = run.checkpoints / f"checkpoint-{best}" / "medusa_lm_head.safetensors"
+    assert heads == saved.read_bytes()
+
+
+def test_training_starts_from_other_heads(tmp_path: Path, base: Path) -> None:
+    first = run_pipeline(write_recipe(tmp_path, base=base, rows=cyclic_rows(24)))
+    overrides = [
+        f"heads.init_from={first.heads}",
+        "train.trainer.learning_rate=0.0",
+        f"run_dir={tmp_path / 'second'}",
+    ]
+    second = run_pipeline(load_recipe(tmp_path / "recipe.yaml", overrides))
+    name = "medusa_lm_head.safetensors"
+    assert (first.heads / name).read_bytes() == (second.heads / name).read_bytes()
+    with pytest.raises(InputErrors) as caught:
+        run_pipeline(
+            load_recipe(
+                tmp_path / "recipe.yaml",
+                [*overrides, "heads.num_heads=2", "run_dir=" + str(tmp_path / "third")],
+            )
+        )
+    assert list(caught.value.lines) == [
+        f"heads.init_from: {first.heads}: has num_heads 3, the recipe has 2"
+    ]
