@@ -63,6 +63,9 @@ REMOVED: Mapping[str, str] = {
 }
 """Arguments of older releases of transformers, with what takes their place."""
 
+ALSO_TRUE = frozenset({"fsdp"})
+"""Arguments that are typed as text, and turned on with ``true``."""
+
 _TYPE_NAMES = {
     "bool": "true or false",
     "int": "a whole number",
@@ -95,6 +98,8 @@ def check_trainer(block: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             close = difflib.get_close_matches(name, names, n=1)
             hint = f"did you mean '{close[0]}'?" if close else "see TrainingArguments"
             yield name, f"unknown key; {hint}"
+        elif value is True and name in ALSO_TRUE:
+            continue
         elif message := _wrong_value(fields[name], value):
             yield name, message
 

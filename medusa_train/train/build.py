@@ -151,6 +151,11 @@ def training_arguments(recipe: Recipe, run: RunDir, *, run_name: str) -> Trainin
     block = {**_TRAINER_DEFAULTS, **pinning, **recipe.train.trainer}
     if block["eval_strategy"] != "no" and "metric_for_best_model" not in block:
         block |= _BEST_DEFAULTS
+    if block.get("fsdp") and not torch.accelerator.is_available():
+        raise InputError(
+            "train.trainer.fsdp: needs accelerators, and there is none; set the recipe's deepspeed "
+            "instead, which shards on the CPU too"
+        )
     if is_launched() and not torch.accelerator.is_available():
         # Only so does accelerate join the processes of a machine that has the CPU alone.
         block["use_cpu"] = True

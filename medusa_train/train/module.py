@@ -96,6 +96,9 @@ class HeadsModule(nn.Module):
             source position of a span, one after another, its last one included.
     """
 
+    _no_split_modules = ("HeadObjective",)
+    """FSDP makes the weights of one head whole at a time."""
+
     heads: MedusaHeads
     lm_head_weight: Tensor | None
     lm_head_bias: Tensor | None

@@ -341,6 +341,14 @@ def test_the_best_checkpoint_is_kept_and_named(tmp_path: Path, base: Path) -> No
     assert heads == saved.read_bytes()
 
 
+def test_fsdp_without_an_accelerator_is_refused(tmp_path: Path, base: Path) -> None:
+    loaded = write_recipe(
+        tmp_path, base=base, rows=cyclic_rows(8), overrides=["train.trainer.fsdp=true"]
+    )
+    with pytest.raises(InputError, match="fsdp: needs accelerators, and there is none"):
+        run_pipeline(loaded)
+
+
 def test_training_starts_from_other_heads(tmp_path: Path, base: Path) -> None:
     first = run_pipeline(write_recipe(tmp_path, base=base, rows=cyclic_rows(24)))
     overrides = [
