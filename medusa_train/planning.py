@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 from pathlib import Path
 
@@ -35,7 +35,13 @@ from medusa_train.plan.memory import (
     caching_memory,
     training_memory,
 )
-from medusa_train.plan.model_shape import ModelShape, load_config, meta_model, shape_of
+from medusa_train.plan.model_shape import (
+    QUANTISED_BYTES,
+    ModelShape,
+    load_config,
+    meta_model,
+    shape_of,
+)
 from medusa_train.recipe.load import LoadedRecipe
 from medusa_train.recipe.schema import Recipe, TrackingSection
 from medusa_train.run_dir import RunDir
@@ -139,6 +145,8 @@ def _inputs(loaded: LoadedRecipe, *, devices: int | None) -> _Inputs:
     )
     model = meta_model(config, dtype=section.dtype, trust_remote_code=section.trust_remote_code)
     base = shape_of(model)
+    if section.quantization is not None:
+        base = replace(base, quantised_bytes=QUANTISED_BYTES[section.quantization])
     heads = _heads(recipe, base)
     # Nothing is logged anywhere, so no tracker is asked for.
     quiet = recipe.model_copy(update={"tracking": TrackingSection(), "deepspeed": None})

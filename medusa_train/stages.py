@@ -91,6 +91,11 @@ class Workspace:
         if config is not None and self.recipe.train.hidden_states == "online":
             complete = read_deepspeed(config)
             if zero_stage(complete) == 3:
+                if self.recipe.base_model.quantization is not None:
+                    raise InputError(
+                        "base_model.quantization: ZeRO-3 shards weights that are not quantised; "
+                        "set train.hidden_states to cached, or ZeRO stage 2"
+                    )
                 return load_section(self.recipe.base_model, zero3=complete)
         return self.base
 
@@ -211,6 +216,8 @@ def fingerprint_of(stage: str, workspace: Workspace) -> str | None:
     recipe, base = workspace.recipe, workspace.base_fingerprint
     chat = [workspace.loaded.chat_template(), recipe.data.chat_template_kwargs]
     loading = [base, recipe.base_model.dtype, recipe.base_model.attn_implementation]
+    # Older runs were fingerprinted without it.
+    loading += [recipe.base_model.quantization] if recipe.base_model.quantization else []
     cutting = [recipe.data.max_length, recipe.data.eval_fraction]
     match stage:
         case "data":

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from safetensors import SafetensorError
@@ -13,6 +14,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
+    BitsAndBytesConfig,
     GenerationConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -66,6 +68,7 @@ def load_base_model(
     gguf_file: str | None = None,
     revision: str | None = None,
     dtype: str = "auto",
+    quantization: Literal["8bit", "4bit"] | None = None,
     attn_implementation: str | None = None,
     trust_remote_code: bool = False,
     device: torch.device | str | None = None,
@@ -78,6 +81,7 @@ def load_base_model(
         gguf_file: the name of a GGUF file in it; it is dequantised.
         revision: a branch, tag or commit on the hub.
         dtype: ``auto`` (that of the files), ``float32``, ``bfloat16`` or ``float16``.
+        quantization: keep the layers' weights in 8 or 4 bits, by bitsandbytes.
         attn_implementation: as in transformers; None leaves the choice to it.
         trust_remote_code: run code that comes with the model. Off unless asked for.
         device: None is accelerate's choice.
@@ -85,7 +89,8 @@ def load_base_model(
             them call this. None gives every process the whole model.
 
     Raises:
-        InputError: there is no such model, it is no causal LM, or its logits cannot be reproduced.
+        InputError: there is no such model, it is no causal LM, its logits cannot be reproduced, or
+            bitsandbytes is wanted and not installed.
     """
     fingerprint = base_fingerprint(name_or_path, gguf_file=gguf_file, revision=revision)
     tokenizer = load_tokenizer(
@@ -103,11 +108,14 @@ def load_base_model(
         options["gguf_file"] = gguf_file
     if attn_implementation is not None:
         options["attn_implementation"] = attn_implementation
+    device = device or default_device()
+    if quantization is not None:
+        options |= _quantised(quantization, device)
     try:
         if zero3 is None:
             model = AutoModelForCausalLM.from_pretrained(name_or_path, **options)
             # nn.Module.to is the same call; transformers wraps it so that mypy cannot read it.
-            torch.nn.Module.to(model, device or default_device())
+            torch.nn.Module.to(model, device)
             model.eval().requires_grad_(False)
             logit_rule = check_features(model)
         else:
@@ -128,6 +136,22 @@ def load_base_model(
         stop_ids=tuple(_stop_ids(model.generation_config, tokenizer)),
         logit_rule=logit_rule,
     )
+
+
+def _quantised(quantization: str, device: torch.device | str) -> dict[str, Any]:
+    """Options of ``from_pretrained``; the weights are quantised where they will be used."""
+    if importlib.util.find_spec("bitsandbytes") is None:
+        raise InputError(
+            "base_model.quantization: needs the package bitsandbytes; pip install "
+            '"medusa-train[quantization]"'
+        )
+    if quantization == "8bit":
+        config = BitsAndBytesConfig(load_in_8bit=True)
+    else:
+        config = BitsAndBytesConfig(
+            load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16
+        )
+    return {"quantization_config": config, "device_map": {"": str(device)}}
 
 
 def load_tokenizer(

@@ -18,6 +18,9 @@ from medusa_train.base_model.features import decoder, output_projection
 from medusa_train.base_model.fingerprint import first_line
 from medusa_train.errors import InputError
 
+QUANTISED_BYTES = {"8bit": 1.0, "4bit": 0.5 + 4 / 64}
+"""Bytes of a quantised weight; NF4 keeps an fp32 scale for each 64 of them."""
+
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
@@ -26,6 +29,7 @@ class ModelShape:
     Attributes:
         num_parameters: all of them, tied ones once.
         dtype_bytes: bytes of one weight in memory.
+        quantised_bytes: bytes of one weight of the layers' matrices where they are quantised.
         hidden_size: D.
         vocab_size: V.
         num_layers: layers of the decoder.
@@ -49,11 +53,14 @@ class ModelShape:
     widest: int
     lm_head_bias: bool
     max_length: int | None = None
+    quantised_bytes: float | None = None
 
     @property
     def num_bytes(self) -> int:
         """Bytes of the weights in memory."""
-        return self.num_parameters * self.dtype_bytes
+        layers = self.num_layers * self.layer_parameters
+        saved = 0.0 if self.quantised_bytes is None else self.dtype_bytes - self.quantised_bytes
+        return self.num_parameters * self.dtype_bytes - round(layers * saved)
 
 
 def load_config(

@@ -72,6 +72,10 @@ def combined_mistakes(schema: type[BaseModel], value: Mapping[str, Any]) -> Iter
     trainer = _section(train, "trainer")
     for name, message in check_trainer(trainer):
         yield ("train", "trainer", name), message
+    quantization = _section(value, "base_model").get("quantization")
+    if quantization is not None and _section(value, "base_model").get("gguf_file") is not None:
+        message = "excludes gguf_file, whose weights are read as they are; set one of them to null"
+        yield ("base_model", "quantization"), message
     deepspeed = value.get("deepspeed")
     if isinstance(deepspeed, dict):
         for name, message in check_deepspeed(deepspeed):

@@ -45,6 +45,9 @@ class BaseModelSection(Section):
     """Branch, tag or commit on the hub."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Type of the base model's weights in memory; `auto` is the type they are stored in."""
+    quantization: Literal["8bit", "4bit"] | None = None
+    """Keep the layers' weights in 8 or 4 bits (bitsandbytes' LLM.int8 and NF4), the rest in
+    `dtype`. Checkpoints that are quantised already (GPTQ, AWQ) need nothing here."""
     attn_implementation: Text | None = None
     """Attention code, such as `sdpa` or `eager`; null lets transformers choose."""
     trust_remote_code: bool = False

@@ -173,3 +173,21 @@ def test_fingerprint_of_sharded_weights(tmp_path: Path) -> None:
     shards[-1].unlink()
     with pytest.raises(InputError, match=f"the weights file {shards[-1].name} is missing"):
         base_fingerprint(str(directory))
+
+
+@pytest.mark.parametrize(("quantization", "least"), [("8bit", 0.99), ("4bit", 0.8)])
+def test_quantised_base(tmp_path: Path, quantization: str, least: float) -> None:
+    directory = save_base(tmp_path / "base", hidden_size=128, intermediate_size=256)
+    whole = load_base_model(str(directory), dtype="float32")
+    small = load_base_model(str(directory), dtype="float32", quantization=quantization)  # type: ignore[arg-type]
+    size = {
+        name: sum(p.numel() * p.element_size() for p in base.model.model.layers.parameters())
+        for name, base in (("whole", whole), ("small", small))
+    }
+    assert size["small"] < size["whole"] / 3
+    ids = torch.arange(20)[None]
+    ours, theirs = (hidden_states(base.model, ids).flatten() for base in (small, whole))
+    assert not torch.equal(ours, theirs)
+    assert torch.cosine_similarity(ours.float(), theirs.float(), dim=0) > least
+    # The heads begin as the base's own lm_head, which stays as it is.
+    assert torch.equal(small.model.lm_head.weight, whole.model.lm_head.weight)

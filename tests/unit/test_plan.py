@@ -252,6 +252,17 @@ def test_int8_halves_the_cache(llama: Path) -> None:
         assert memory.cache in {0, (4096 + 4) * positions}  # the host's alone
 
 
+def test_a_quantised_base_needs_less(llama: Path) -> None:
+    sizes = [
+        plan_recipe(_vicuna(llama, *sets), devices=8, with_benchmark=False).base.num_bytes
+        for sets in ([], ["base_model.quantization=8bit"], ["base_model.quantization=4bit"])
+    ]
+    # Vicuna-7B: 32 layers of 202,383,360 weights, the rest embeddings and lm_head.
+    layers = 32 * 202_383_360
+    assert sizes[0] - sizes[1] == layers
+    assert sizes[0] - sizes[2] == layers * (2 - 0.5625)
+
+
 def test_counts_are_those_of_the_data(tmp_path: Path) -> None:
     base = save_base(tmp_path / "base")
     rows = cyclic_rows(24)
