@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
+
+from transformers import PreTrainedModel
 
 from medusa_train.base_model.fingerprint import base_fingerprint
 from medusa_train.base_model.load import (
     BaseModel,
     load_base_model,
+    load_dtype,
     load_max_length,
     load_stop_ids,
     load_tokenizer,
@@ -59,7 +62,7 @@ def generate_dataset(
     return generate(
         config.base_model,
         config.data.distill,
-        base=None,
+        load=lambda: load_section(config.base_model),
         template=loaded.chat_template(),
         kwargs=config.data.chat_template_kwargs,
         output=output,
@@ -71,39 +74,39 @@ def generate(
     base_model: BaseModelSection,
     section: DistillSection,
     *,
-    base: BaseModel | None,
+    load: Callable[[], BaseModel],
     template: str | None,
     kwargs: Mapping[str, Any],
     output: Path,
     shard: Shard | None = None,
 ) -> dict[str, Any]:
-    """Generate in process with ``base`` (loaded if it is None), or with servers, without it."""
+    """Generate in process, or with servers.
+
+    Args:
+        base_model: the recipe's section.
+        section: what to generate.
+        load: gives the base model; called when there is something to write with it, so that what is
+            wrong with prompts, the output or a shard is said before.
+        template: text of the chat template; None is the tokenizer's own.
+        kwargs: further variables of the template.
+        output: directory of the data set.
+        shard: do a part.
+
+    Returns:
+        The data set's manifest; of a shard, what it is part of.
+    """
     shared: dict[str, Any] = {"settings": _settings(section), "output": output, "shard": shard}
     if section.server is None:
-        base = load_section(base_model) if base is None else base
-        writer = InProcessWriter(
-            base.model,
-            vocab_size=base.num_tokens,
-            max_rows=section.batch_size,
-            unit_size=section.block_size,
-            teacher=_teacher(section),
-        )
+        writer, chat = _in_process(base_model, section, load=load, template=template, kwargs=kwargs)
         return run_distill(
             writer,
-            make_chat(base, template, kwargs),
-            base_model=base.name_or_path,
-            base_fingerprint=base.fingerprint,
+            chat,
+            base_model=base_model.name_or_path,
+            base_fingerprint=_fingerprint(base_model),
             **shared,
         )
-    place = {"gguf_file": base_model.gguf_file, "revision": base_model.revision}
+    chat = _chat_without_weights(base_model, template, kwargs)
     name = base_model.name_or_path
-    tokenizer = load_tokenizer(name, trust_remote_code=base_model.trust_remote_code, **place)
-    chat = ChatTokenizer(
-        tokenizer,
-        stop_ids=load_stop_ids(name, tokenizer=tokenizer, revision=base_model.revision),
-        chat_template=template,
-        chat_template_kwargs=kwargs,
-    )
     options = section.server.model_dump(exclude={"max_failed"})
     max_length = load_max_length(name, revision=base_model.revision)
     with ServerWriter(
@@ -113,10 +116,69 @@ def generate(
             servers,
             chat,
             base_model=name,
-            base_fingerprint=base_fingerprint(name, **place),
+            base_fingerprint=_fingerprint(base_model),
             max_failed=section.server.max_failed,
             **shared,
         )
+
+
+def _in_process(
+    section: BaseModelSection,
+    distill: DistillSection,
+    *,
+    load: Callable[[], BaseModel],
+    template: str | None,
+    kwargs: Mapping[str, Any],
+) -> tuple[InProcessWriter, ChatTokenizer]:
+    dtype = None
+    if section.gguf_file is None:
+        dtype = load_dtype(section.name_or_path, dtype=section.dtype, revision=section.revision)
+    if dtype is None:
+        # Only the weights say of which type they are.
+        base = load()
+        chat, dtype = make_chat(base, template, kwargs), base.model.dtype
+    else:
+        chat = _chat_without_weights(section, template, kwargs)
+
+    def load_model() -> PreTrainedModel:
+        base = load()
+        assert frozenset(base.stop_ids) == chat.stop_ids, "the files say where answers end"
+        assert base.model.dtype == dtype, "the config says of which type the weights are"
+        return base.model
+
+    writer = InProcessWriter(
+        load_model,
+        dtype=dtype,
+        vocab_size=len(chat.tokenizer),
+        max_rows=distill.batch_size,
+        unit_size=distill.block_size,
+        teacher=_teacher(distill),
+    )
+    return writer, chat
+
+
+def _chat_without_weights(
+    section: BaseModelSection, template: str | None, kwargs: Mapping[str, Any]
+) -> ChatTokenizer:
+    name, revision = section.name_or_path, section.revision
+    tokenizer = load_tokenizer(
+        name,
+        gguf_file=section.gguf_file,
+        revision=revision,
+        trust_remote_code=section.trust_remote_code,
+    )
+    return ChatTokenizer(
+        tokenizer,
+        stop_ids=load_stop_ids(name, tokenizer=tokenizer, revision=revision),
+        chat_template=template,
+        chat_template_kwargs=kwargs,
+    )
+
+
+def _fingerprint(section: BaseModelSection) -> str:
+    return base_fingerprint(
+        section.name_or_path, gguf_file=section.gguf_file, revision=section.revision
+    )
 
 
 def load_section(section: BaseModelSection, *, zero3: Mapping[str, Any] | None = None) -> BaseModel:

@@ -305,7 +305,7 @@ def _distill(workspace: Workspace) -> Mapping[str, Any]:
     assert section is not None
     options: dict[str, Any] = {
         # A run needs its base model for what follows, so it is loaded once and shared.
-        "base": workspace.base if section.server is None else None,
+        "load": lambda: workspace.base,
         "template": workspace.loaded.chat_template(),
         "kwargs": recipe.data.chat_template_kwargs,
     }

@@ -31,7 +31,8 @@ def distill(
 ) -> dict[str, Any]:
     """Generate with a base model in process, in small batches and blocks."""
     writer = InProcessWriter(
-        base.model,
+        lambda: base.model,
+        dtype=base.model.dtype,
         vocab_size=base.num_tokens,
         max_rows=max_rows,
         unit_size=unit_size,

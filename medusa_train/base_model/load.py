@@ -191,9 +191,38 @@ def load_stop_ids(
             name_or_path, revision=revision or "main"
         )
     except OSError:
-        # A model need not ship one (a GGUF file never does); the tokenizer's end then stands alone.
-        config = None
+        # A model need not ship one; then its own config says the same, as when it is loaded.
+        config = _generation_config(name_or_path, revision=revision)
     return tuple(_stop_ids(config, tokenizer))
+
+
+def load_dtype(name_or_path: str, *, dtype: str, revision: str | None = None) -> torch.dtype | None:
+    """The type that the model's weights will have, without loading them; None where that is open.
+
+    Args:
+        name_or_path: a hub id or a directory.
+        dtype: as a recipe names it; ``auto`` is that of the files.
+        revision: a branch, tag or commit on the hub.
+    """
+    if dtype != "auto":
+        chosen: torch.dtype = getattr(torch, dtype)
+        return chosen
+    try:
+        config = AutoConfig.from_pretrained(name_or_path, revision=revision or "main")
+    except (OSError, ValueError):
+        # Loading says it better.
+        return None
+    found = config.dtype
+    return found if isinstance(found, torch.dtype) else None
+
+
+def _generation_config(name_or_path: str, *, revision: str | None) -> GenerationConfig | None:
+    try:
+        config = AutoConfig.from_pretrained(name_or_path, revision=revision or "main")
+    except (OSError, ValueError):
+        # A GGUF file keeps its configuration inside; the tokenizer's end then stands alone.
+        return None
+    return GenerationConfig.from_model_config(config)
 
 
 def load_max_length(name_or_path: str, *, revision: str | None = None) -> int | None:

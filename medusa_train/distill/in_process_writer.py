@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -18,15 +19,16 @@ class InProcessWriter:
     """Writes with a model in this process; see :class:`medusa_train.distill.writer.Writer`.
 
     Args:
-        model: in eval mode; any that keeps keys and values per position.
+        load: gives the model, in eval mode; any that keeps keys and values per position. Called
+            once, when there is something to write.
+        dtype: of its weights.
         vocab_size: the number of the tokenizer's ids; greater ids are never written.
         max_rows: the most rows decoded together.
         unit_size: prompts of one call of :meth:`write`.
         teacher: the log-probabilities that answers have.
 
     Raises:
-        InputError: the model's cache cannot be used so; names the model. Or ``teacher.num`` is not
-            within 1 … ``vocab_size``.
+        InputError: ``teacher.num`` is not within 1 … ``vocab_size``.
     """
 
     # One model has one cache, and one call uses all cores.
@@ -34,8 +36,9 @@ class InProcessWriter:
 
     def __init__(
         self,
-        model: PreTrainedModel,
+        load: Callable[[], PreTrainedModel],
         *,
+        dtype: torch.dtype,
         vocab_size: int,
         max_rows: int,
         unit_size: int,
@@ -46,9 +49,21 @@ class InProcessWriter:
                 f"teacher_top_n, teacher_samples: must be 1 to {vocab_size}, the number of tokens; "
                 f"got {teacher.num}"
             )
-        self.engine = InProcessEngine(model, vocab_size=vocab_size, max_rows=max_rows)
+        self._load = load
+        self._dtype = dtype
+        self._vocab_size = vocab_size
+        self._max_rows = max_rows
         self.unit_size = unit_size
         self.teacher = teacher
+
+    @cached_property
+    def engine(self) -> InProcessEngine:
+        """The engine with its model.
+
+        Raises:
+            InputError: the model's cache cannot be used so; names the model.
+        """
+        return InProcessEngine(self._load(), vocab_size=self._vocab_size, max_rows=self._max_rows)
 
     @property
     def max_length(self) -> int | None:
@@ -62,8 +77,8 @@ class InProcessWriter:
         """What decides the answers: float results depend on the dtype and on the batch's shape."""
         return {
             "writer": "in process",
-            "dtype": str(self.engine.model.dtype).removeprefix("torch."),
-            "max_rows": self.engine.max_rows,
+            "dtype": str(self._dtype).removeprefix("torch."),
+            "max_rows": self._max_rows,
             "unit_size": self.unit_size,
         }
 

@@ -277,3 +277,14 @@ def test_what_an_unfinished_run_has_becomes_a_data_set(base: Path, outcome: Outc
     assert (code, stdout) == (0, "so-far: 16 conversations\n")
     assert "1 of 3 units are not finished" in stderr
     assert outcome("inspect", "so-far", "--base-model", base)[0] == 0
+
+
+def test_what_is_wrong_is_said_before_weights_are_read(base: Path, outcome: Outcome) -> None:
+    arguments = _arguments(base)
+    assert outcome(*arguments, "--output", "out")[0] == 0
+    for more in (["--output", "out", "--seed", "1"], ["--output", "new", "--prompts", "empty.txt"]):
+        Path("empty.txt").write_text("\n\n", encoding="utf-8")
+        code, _, stderr = outcome(*arguments, *more)
+        assert code == 2, stderr
+        assert "error: " in stderr
+        assert "loading" not in stderr

@@ -26,7 +26,12 @@ def test_logprobs_equal_a_fresh_forward_pass() -> None:
     prompts = [chat.encode_prompt([{"role": "user", "content": text}]) for text in QUESTIONS]
     for teacher in (Teacher("top", 20), Teacher("samples", 20)):
         writer = InProcessWriter(
-            base.model, vocab_size=chat.vocab_size, max_rows=3, unit_size=4, teacher=teacher
+            lambda: base.model,
+            dtype=base.model.dtype,
+            vocab_size=chat.vocab_size,
+            max_rows=3,
+            unit_size=4,
+            teacher=teacher,
         )
         answers = writer.write(
             prompts,

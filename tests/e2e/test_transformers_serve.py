@@ -99,7 +99,12 @@ def test_its_answers_are_those_of_the_engine_in_process(
     prompts = [chat.encode_prompt([{"role": "user", "content": text}]) for text in questions]
     assert len(prompts) == 100
     own = InProcessWriter(
-        base.model, vocab_size=chat.vocab_size, max_rows=50, unit_size=100, teacher=None
+        lambda: base.model,
+        dtype=base.model.dtype,
+        vocab_size=chat.vocab_size,
+        max_rows=50,
+        unit_size=100,
+        teacher=None,
     )
     expected = _write(own, prompts, chat)
     # Batching makes it fast enough for a test.

@@ -94,7 +94,12 @@ def test_a_whole_vocabulary_sums_to_one_and_more_is_refused() -> None:
             _answers(model, Teacher("top", num), sampling=Sampling(1.0))
         with pytest.raises(InputError, match=f"must be 1 to 60, .*; got {num}"):
             InProcessWriter(
-                model, vocab_size=60, max_rows=1, unit_size=1, teacher=Teacher("top", num)
+                lambda: model,
+                dtype=model.dtype,
+                vocab_size=60,
+                max_rows=1,
+                unit_size=1,
+                teacher=Teacher("top", num),
             )
 
 
@@ -153,7 +158,12 @@ def test_an_answer_without_steps_has_no_rows() -> None:
 def test_the_writer_is_the_engine_with_a_seed() -> None:
     model = make_model()
     made = InProcessWriter(
-        model, vocab_size=VOCAB_SIZE, max_rows=3, unit_size=8, teacher=Teacher("top", 3)
+        lambda: model,
+        dtype=model.dtype,
+        vocab_size=VOCAB_SIZE,
+        max_rows=3,
+        unit_size=8,
+        teacher=Teacher("top", 3),
     )
     writer: Writer = made
     steps: list[int] = []
