@@ -10,7 +10,7 @@ targets, the base's own distribution at the target position.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -18,14 +18,13 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
+from medusa_train.loss_products import add_products, block_rows, blocks, row_step
+
 IGNORE = -100
 """The label of a pair that is not valid: no loss, no gradient, not counted."""
 
 CHUNK_ELEMENTS = 1 << 25
 """Logits of one chunk when no chunk size is given: many rows make fast products."""
-
-BLOCK_ELEMENTS = 1 << 21
-"""Elements that a CPU passes over several times before it goes on: they stay in its cache."""
 
 
 def label_offset(k: int) -> int:
@@ -168,25 +167,32 @@ class _ChunkedCrossEntropy(Function):
         x = hidden_states.detach().to(compute_dtype)
         w = weight.detach().to(compute_dtype)
         (num_rows, _), vocab_size = x.shape, w.shape[0]
+        step = row_step(chunk_size, device=x.device)
+        num_padded = -(-num_rows // step) * step
+        # Zero rows behind the last chunk's own; their gradients are zero too.
+        x = torch.nn.functional.pad(x, (0, 0, 0, num_padded - num_rows))
+        size = min(chunk_size // step * step, max(num_padded, 1))
         grad_hidden = torch.zeros_like(x, dtype=accumulate) if needs_hidden else None
         grad_weight = torch.zeros_like(w, dtype=accumulate) if needs_weight else None
         grad_bias = w.new_zeros(vocab_size, dtype=accumulate) if needs_bias else None
         loss_sum = x.new_zeros((), dtype=accumulate)
         ranks: list[Tensor] = []
         # One buffer for all chunks: a fresh one a chunk costs more in page faults than its softmax.
-        buffer = x.new_empty((min(chunk_size, num_rows), vocab_size))
+        buffer = x.new_empty((size, vocab_size))
         targets = None
         if teacher is not None:
             assert teacher_states is not None
             targets = _SoftTargets(teacher, teacher_states, torch.empty_like(buffer))
-        for start in range(0, num_rows, chunk_size):
-            rows = slice(start, min(start + chunk_size, num_rows))
+        for start in range(0, num_rows, size):
+            rows = slice(start, min(start + size, num_padded))
+            own = slice(start, min(rows.stop, num_rows))
             logits = torch.mm(x[rows], w.T, out=buffer[: rows.stop - start])
+            logits[own.stop - start :] = 0.0
             if targets is not None:
-                targets.read(rows)
+                targets.read(own)
             loss_sum += _logits_to_gradient(
-                logits,
-                labels[rows],
+                logits[: own.stop - start],
+                labels[own],
                 bias=None if bias is None else bias.detach(),
                 grad_bias=grad_bias,
                 targets=targets,
@@ -194,10 +200,14 @@ class _ChunkedCrossEntropy(Function):
                 num_ranked=num_ranked,
                 dtype=accumulate,
             )
-            if grad_hidden is not None:
-                grad_hidden[rows] = logits @ w
-            if grad_weight is not None:
-                _add_product(grad_weight, logits, x[rows])
+            add_products(
+                logits,
+                x[rows],
+                w,
+                grad_hidden=None if grad_hidden is None else grad_hidden[rows],
+                grad_weight=grad_weight,
+            )
+        grad_hidden = None if grad_hidden is None else grad_hidden[:num_rows]
         ctx.save_for_backward(grad_hidden, grad_weight, grad_bias)
         ctx.dtypes = (hidden_states.dtype, weight.dtype, None if bias is None else bias.dtype)
         all_ranks = torch.cat(ranks) if ranks else labels.new_empty(0)
@@ -257,40 +267,29 @@ def _logits_to_gradient(
     """
     loss = logits.new_zeros((), dtype=dtype)
     soft_share = 0.0 if targets is None else targets.share
-    for rows in _blocks(logits):
-        values = logits[rows].to(dtype)
+    step = block_rows(logits)
+    # Fresh memory for each block would cost more in page faults than the softmax itself.
+    buffers = logits.new_empty((2, step, logits.shape[1]), dtype=dtype)
+    for rows in blocks(logits):
+        values, gradient = buffers[:, : rows.stop - rows.start]
+        values.copy_(logits[rows])
         if bias is not None:
-            values = values + bias
+            values += bias
         if num_ranked:
             ranks.append(ranks_of(values[:, :num_ranked], labels[rows]))
-        log_probs = torch.log_softmax(values, dim=1)
+        # A CPU's own exp is twenty times slower where results are denormal; softmax's is not.
+        torch.softmax(values, dim=1, out=gradient)
+        # The greatest probability is never zero, so this is exact for hopeless tokens too.
+        log_totals = values.amax(dim=1) - gradient.amax(dim=1).log()
         true = labels[rows, None]
-        loss -= (1.0 - soft_share) * log_probs.gather(1, true).sum()
-        if targets is None:
-            gradient = log_probs.exp_()
-        else:
+        loss += (1.0 - soft_share) * (log_totals - values.gather(1, true)[:, 0]).sum()
+        if targets is not None:
             soft = targets.probabilities(rows, dtype=dtype)
+            log_probs = values.sub_(log_totals[:, None])
             loss -= soft_share * torch.dot(soft.view(-1), log_probs.view(-1))
-            gradient = log_probs.exp_().sub_(soft, alpha=soft_share)
-        gradient.scatter_add_(1, true, torch.full_like(true, soft_share - 1.0, dtype=dtype))
+            gradient.sub_(soft, alpha=soft_share)
+        gradient.scatter_(1, true, gradient.gather(1, true) - (1.0 - soft_share))
         if grad_bias is not None:
             grad_bias += gradient.sum(dim=0)
         logits[rows] = gradient
     return loss
-
-
-def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """``total`` [V, D] += left.T @ right, for [n, V] and [n, D]."""
-    if total.dtype == left.dtype:
-        total.addmm_(left.T, right)
-        return
-    for rows in _blocks(total):
-        total[rows] += (left[:, rows].T @ right).to(total.dtype)
-
-
-def _blocks(matrix: Tensor) -> Iterator[slice]:
-    """Slices of the rows of a matrix [n, m]: what a CPU's cache holds, elsewhere all of them."""
-    num_rows, width = matrix.shape
-    step = max(1, BLOCK_ELEMENTS // width) if matrix.device.type == "cpu" else max(1, num_rows)
-    for start in range(0, num_rows, step):
-        yield slice(start, start + step)

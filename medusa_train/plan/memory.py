@@ -21,8 +21,10 @@ activations    4 · N · D · (2 · L + 1) · K: of each head the chosen states,
 loss chunk     s · c · R (the logits, then their gradient) + w + the greater of 8 · q (two fp32
                steps of the softmax) and (s + 4) · p (a product for the weight's gradient, layout
                ``full``); on the CPU q and p are a block of 2²¹ numbers, elsewhere q = c · R and
-               p = R · D; w = s · R · D is a copy of the weight where products are not in its type,
-               without which the product needs nothing. Soft targets: s · c · R + 8 · q more
+               p = R · D; in bf16 on the CPU the products take the columns with large gradients, a
+               quarter being many: (2 · s + 4) · R · D ÷ 4 (``shared``: s · R · D ÷ 4);
+               w = s · R · D is a copy of the weight where products are not in its type, without
+               which the product needs nothing. Soft targets: s · c · R + 8 · q more
 base forward   b · B · T · (2 · D + 3 · W): the widest moment of one layer; not at the same time as
                this batch's gradients, activations and chunk
 =============  =====================================================================================
@@ -40,7 +42,8 @@ from dataclasses import asdict, dataclass, fields
 
 from medusa_train.heads.config import HeadsConfig
 from medusa_train.hidden_states.shards import StatesDtype, row_bytes
-from medusa_train.losses import BLOCK_ELEMENTS, default_chunk_size
+from medusa_train.loss_products import BLOCK_ELEMENTS
+from medusa_train.losses import default_chunk_size
 from medusa_train.plan.model_shape import ModelShape
 
 ZERO_STAGES = (0, 1, 2, 3)
@@ -205,6 +208,9 @@ def chunk_bytes(base: ModelShape, heads: HeadsConfig, *, load: Load) -> int:
         held += size * logits + (size * matrix if size != base.dtype_bytes else 0)
         softmax *= 2
     product = (size + FP32) * min(matrix, most) if is_full and size != FP32 else 0
+    if load.is_host and size == BF16:
+        # A slice's rows of the weight and, where it is trained, of its gradient.
+        product = (2 * size + FP32 if is_full else size) * matrix // 4
     return held + max(softmax, product)
 
 

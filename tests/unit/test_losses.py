@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 import threading
 import time
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from medusa_train.loss_products import SLICE_ROWS, SMALLEST, add_products, large_columns
 from medusa_train.losses import (
     CHUNK_ELEMENTS,
     Teacher,
@@ -125,7 +127,7 @@ def test_soft_targets_of_the_whole_block_equal_those_of_parts(
         return (out.loss_sum, *torch.autograd.grad(out.loss_sum, (x, w, b)))
 
     whole = gradients()
-    monkeypatch.setattr("medusa_train.losses.BLOCK_ELEMENTS", 23)
+    monkeypatch.setattr("medusa_train.loss_products.BLOCK_ELEMENTS", 23)
     for ours, theirs in zip(gradients(), whole, strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-12, rtol=1e-12)
 
@@ -157,6 +159,59 @@ def test_bf16_products_are_close_to_fp32() -> None:
     assert rough.item() == pytest.approx(exact.item(), rel=2e-3)
     ours, theirs = (torch.autograd.grad(loss, w)[0] for loss in (rough, exact))
     assert torch.nn.functional.cosine_similarity(ours.flatten(), theirs.flatten(), dim=0) > 0.999
+
+
+def test_large_columns_are_those_of_the_definition() -> None:
+    torch.manual_seed(0)
+    slopes = (torch.randn(9, 300) * 2.0**-13).bfloat16()
+    slopes[4, 7], slopes[2, 9] = -SMALLEST, float("nan")
+    expected = [
+        column
+        for column, values in enumerate(slopes.T.tolist())
+        if any(abs(value) >= SMALLEST or math.isnan(value) for value in values)
+    ]
+    assert {7, 9} < set(expected) < set(range(300))
+    scratch = torch.empty(10, 300, dtype=torch.int16)
+    assert large_columns(slopes, scratch=scratch).tolist() == expected
+
+
+def _sharp_case(num_rows: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Slopes whose rows have some large numbers and a long tail, bf16 states and weight."""
+    torch.manual_seed(2)
+    logits = torch.randn(num_rows, 40_000) * 4.0
+    slopes = torch.softmax(logits, dim=1)
+    slopes[torch.arange(num_rows), torch.randint(0, 40_000, (num_rows,))] -= 1.0
+    weight = torch.randn(40_000, 16) + 0.5
+    return slopes, torch.randn(num_rows, 16).bfloat16(), weight.bfloat16()
+
+
+@pytest.mark.parametrize("num_rows", [1, SLICE_ROWS, SLICE_ROWS + 40])
+def test_small_gradients_are_left_out_where_a_whole_slice_has_no_other(num_rows: int) -> None:
+    slopes, states, weight = _sharp_case(num_rows)
+    grad_hidden, grad_weight = torch.empty(num_rows, 16), torch.ones(40_000, 16)
+    add_products(
+        slopes.bfloat16(), states, weight, grad_hidden=grad_hidden, grad_weight=grad_weight
+    )
+    expected = torch.ones(40_000, 16)
+    for start in range(0, num_rows, SLICE_ROWS):
+        part = slopes[start : start + SLICE_ROWS].bfloat16().float()
+        part[:, part.abs().amax(dim=0) < SMALLEST] = 0.0
+        expected += part.T @ states[start : start + SLICE_ROWS].float()
+    torch.testing.assert_close(grad_weight, expected, rtol=2e-2, atol=1e-2)
+    untouched = (expected == 1.0).all(dim=1)
+    assert 0.05 < untouched.float().mean() < 1.0
+    assert (grad_weight[untouched] == 1.0).all()
+    exact = slopes @ weight.float()
+    assert (grad_hidden - exact).norm() < 0.02 * exact.norm()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_nothing_is_left_out_in_full_precision(dtype: torch.dtype) -> None:
+    slopes, states, weight = (value.to(dtype) for value in _sharp_case(40))
+    grad_hidden, grad_weight = torch.empty_like(states), torch.zeros_like(weight)
+    add_products(slopes, states, weight, grad_hidden=grad_hidden, grad_weight=grad_weight)
+    torch.testing.assert_close(grad_hidden, slopes @ weight)
+    torch.testing.assert_close(grad_weight, slopes.T @ states)
 
 
 @pytest.mark.parametrize("compute_dtype", [torch.float32, torch.bfloat16])
