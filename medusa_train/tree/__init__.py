@@ -1,0 +1,1 @@
+"""Candidate trees: their topology, and the search for the best one."""
