@@ -57,6 +57,38 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "granite": {**_COMMON, "logits_scaling": 4.0},
     "phi": {k: v for k, v in _COMMON.items() if k != "num_key_value_heads"},
 }
+# What only tests of decoding need: latent attention, and a model that cannot be rolled back.
+OTHERS: dict[str, dict[str, Any]] = {
+    "deepseek_v3": {
+        **_COMMON,
+        "num_key_value_heads": 4,
+        "moe_intermediate_size": 16,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "n_group": 1,
+        "topk_group": 1,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 1,
+        "kv_lora_rank": 16,
+        "q_lora_rank": 16,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 8,
+        "v_head_dim": 8,
+    },
+    "qwen3_next": {
+        **_COMMON,
+        "head_dim": 8,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "shared_expert_intermediate_size": 16,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "layer_types": ["linear_attention", "full_attention"],
+    },
+}
 
 
 def make_model(
@@ -70,7 +102,7 @@ def make_model(
     **changes: Any,
 ) -> PreTrainedModel:
     """A seeded model in eval mode, with weights large enough that its outputs differ."""
-    options = {**ARCHITECTURES[architecture], **changes}
+    options = {**(ARCHITECTURES | OTHERS)[architecture], **changes}
     config = AutoConfig.for_model(
         architecture, vocab_size=vocab_size, tie_word_embeddings=tied, **options
     )
@@ -84,7 +116,7 @@ def make_model(
             if parameter.dim() > 1:
                 parameter.normal_(0.0, std)
     model.tie_weights()
-    if dtype == torch.float64 and "num_local_experts" in options:
+    if dtype == torch.float64 and "num_experts_per_tok" in options:
         model.set_experts_implementation("eager")  # the grouped product knows no fp64
     model.generation_config = GenerationConfig()
     return model.to(dtype).eval().requires_grad_(False)

@@ -1,0 +1,1 @@
+"""Decoding with heads: a candidate tree per step, verified by one forward pass of the base."""

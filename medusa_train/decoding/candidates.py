@@ -1,0 +1,85 @@
+"""What the heads propose: tokens for the nodes of a tree.
+
+Shapes: B rows, D hidden, V rows of a head's projection, N tree nodes.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from medusa_train.base_model.features import output_projection
+from medusa_train.errors import InputError
+from medusa_train.heads.model import MedusaHeads, num_candidate_rows
+from medusa_train.tree.topology import Tree, TreeError
+
+
+class CandidateHeads:
+    """Heads that propose tokens, in fp32 (fp64 for an fp64 base): in bf16 most ranks are ties.
+
+    Args:
+        model: the base model, with its current ``lm_head``.
+        heads: moved to the model's device and to the dtype above.
+        num_tokens: ids from here on are no tokens (``lm_head`` may have more rows) and are never
+            proposed.
+    """
+
+    def __init__(self, model: PreTrainedModel, heads: MedusaHeads, *, num_tokens: int) -> None:
+        weight, bias = output_projection(model)
+        self.dtype = torch.float64 if model.dtype == torch.float64 else torch.float32
+        self.heads = heads.to(device=weight.device, dtype=self.dtype)
+        self.num_heads = heads.config.num_heads
+        self.num_rows = num_candidate_rows(heads, num_tokens)
+        self.projections: list[tuple[Tensor, Tensor | None]] = []
+        for head in range(self.num_heads):
+            if head and heads.config.layout == "shared":
+                self.projections.append(self.projections[0])
+                continue
+            own, shift = heads.output_weight(head, lm_head_weight=weight, lm_head_bias=bias)
+            rows = own[: self.num_rows].to(self.dtype)
+            self.projections.append(
+                (rows, None if shift is None else shift[: self.num_rows].to(self.dtype))
+            )
+
+    def check_fits(self, tree: Tree) -> None:
+        """Refuse a tree that is deeper than there are heads, or wider than their tokens.
+
+        Raises:
+            InputError: it names the path.
+        """
+        try:
+            tree.check_fits(num_heads=self.num_heads, top_k=self.num_rows)
+        except TreeError as error:
+            raise InputError(f"tree: {error}; give a tree that the heads can fill") from error
+
+    def propose(self, states: Tensor, tree: Tree) -> Tensor:
+        """[B, N - 1] a token for each node but the root, from hidden states [B, D]."""
+        states = states.to(self.dtype)
+        tokens = []
+        for head in range(tree.depth):
+            ranks = tree.ranks[tree.depths == head + 1].to(states.device)
+            weight, bias = self.projections[head]
+            logits = F.linear(self.heads.trunk(states, head=head), weight, bias)
+            rows = top_rows(logits, int(ranks.max()) + 1)
+            # Nodes are sorted by depth, so those of one head are side by side.
+            tokens.append(self.heads.rows_to_tokens(rows)[:, ranks])
+        return torch.cat(tokens, dim=1) if tokens else states.new_zeros(len(states), 0).long()
+
+
+def top_rows(logits: Tensor, count: int) -> Tensor:
+    """The ``count`` greatest of each row [B, V] by rank: of equal ones, the smaller index first.
+
+    Returns:
+        Indices [B, count].
+    """
+    if count >= logits.shape[1]:
+        return logits.sort(dim=1, descending=True, stable=True).indices[:, :count]
+    values, rows = logits.topk(count + 1, dim=1)
+    if bool((values[:, count - 1] == values[:, count]).any()):
+        # A tie at the border: topk may have taken any of the equal ones.
+        return logits.sort(dim=1, descending=True, stable=True).indices[:, :count]
+    rows, order = rows[:, :count].sort(dim=1)
+    by_value = values[:, :count].gather(1, order).sort(dim=1, descending=True, stable=True).indices
+    return rows.gather(1, by_value)
