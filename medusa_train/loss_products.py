@@ -56,6 +56,8 @@ def add_products(
         if grad_weight is not None:
             _add_whole(grad_weight, slopes, hidden_states)
         return
+    if grad_hidden is None and grad_weight is None:
+        return
     mean = _mean_row(weight)
     scratch = torch.empty((min(SLICE_ROWS, len(slopes)), slopes.shape[1]), dtype=torch.int16)
     for start in range(0, len(slopes), SLICE_ROWS):
