@@ -1,4 +1,4 @@
-"""``medusa-eval``: measure trained heads."""
+"""``medusa-eval``: measure trained heads, and find the tree they serve best."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from medusa_train.cli.app import Json, make_app
+from medusa_train.errors import InputError
 
 app = make_app("Measure trained Medusa heads.", name="medusa-eval")
 
@@ -71,6 +72,98 @@ def heads_accuracy(
     from medusa_train.evaluate.report import summary_text
 
     typer.echo(summary_text(report))
+
+
+@app.command("tree")
+def tree(
+    ranks: Annotated[
+        Path, typer.Argument(help="ranks.safetensors, or the report or run directory it is in.")
+    ],
+    num_nodes: Annotated[
+        int,
+        typer.Option(min=1, max=1024, help="Most nodes without the root; on a CPU, rather 16."),
+    ] = 63,
+    max_depth: Annotated[
+        int | None, typer.Option(min=1, help="Use the first so many heads. Default: all.")
+    ] = None,
+    per_depth: Annotated[
+        str | None,
+        typer.Option(metavar="N,N,…", help="Most nodes at depths 1, 2, …, such as 10,20,20."),
+    ] = None,
+    top_k: Annotated[
+        int | None,
+        typer.Option(min=1, max=100, help="Candidates of each head. Default: all known ranks."),
+    ] = None,
+    search_fraction: Annotated[
+        float,
+        typer.Option(
+            min=0.01,
+            max=0.99,
+            help="Share of the conversations that is searched; figures are of the others.",
+        ),
+    ] = 0.5,
+    report_on: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="RANKS", help="Search all of RANKS, and give the figures of this text instead."
+        ),
+    ] = None,
+    latency: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Choose the size with the most tokens per second: JSON with the milliseconds of a "
+            'step by its number of tokens with the root, {"1": 20.5, "16": 31.0}.',
+        ),
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option(help="Write tree.json, medusa_choices.json and the picture (PNG, SVG) here."),
+    ] = None,
+    num_bootstrap: Annotated[
+        int, typer.Option(min=1, help="Resamples of the conversations for the intervals.")
+    ] = 1000,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the resampling.")] = 0,
+    as_json: Json = False,
+) -> None:
+    """Find the best candidate tree for some heads, from their ranks."""
+    limits = _numbers(per_depth)
+    from medusa_train.console import warn
+    from medusa_train.evaluate.tree import search_tree
+    from medusa_train.evaluate.tree_report import (
+        find_ranks,
+        read_latency,
+        tree_summary,
+        write_tree,
+    )
+    from medusa_train.run_dir import check_writable
+
+    if output is not None:
+        check_writable(output)
+    result = search_tree(
+        find_ranks(ranks),
+        report_on=None if report_on is None else find_ranks(report_on),
+        num_nodes=num_nodes,
+        max_depth=max_depth,
+        per_depth=limits,
+        top_k=top_k,
+        search_fraction=search_fraction,
+        latency=None if latency is None else read_latency(latency),
+        num_bootstrap=num_bootstrap,
+        seed=seed,
+    )
+    for note in result["notes"]:
+        warn(note)
+    if output is not None:
+        write_tree(result, directory=output)
+    typer.echo(json.dumps(result) if as_json else tree_summary(result))
+
+
+def _numbers(text: str | None) -> tuple[int, ...]:
+    parts = [] if text is None else text.split(",")
+    if not all(part.strip().isdecimal() and int(part) for part in parts):
+        raise InputError(f"--per-depth {text}: must be numbers with commas between, as 10,20,20")
+    return tuple(int(part) for part in parts)
 
 
 def main() -> None:

@@ -39,15 +39,21 @@ class Ratio:
 
     def interval(self, weights: Array) -> list[float] | None:
         """The 95 % interval over resamples ``weights`` [num_bootstrap, C]; None for C = 1."""
+        drawn = self.resampled(weights)
+        if drawn is None:
+            return None
+        low, high = np.percentile(drawn, [2.5, 97.5])
+        return [float(low), float(high)]
+
+    def resampled(self, weights: Array) -> Array | None:
+        """The ratio of each resample that has something to count; None for C = 1, or without."""
         if len(self.numerator) < MIN_CONVERSATIONS:
             return None
         below = weights @ self.denominator
         above = weights @ self.numerator
         drawn = below > 0
-        if not drawn.any():
-            return None
-        low, high = np.percentile(above[drawn] / below[drawn], [2.5, 97.5])
-        return [float(low), float(high)]
+        ratios: Array = above[drawn] / below[drawn]
+        return ratios if len(ratios) else None
 
 
 def bootstrap_weights(num_conversations: int, *, num_bootstrap: int, seed: int) -> Array:
@@ -71,7 +77,7 @@ def walked_rows(accepted: npt.NDArray[np.int64], ranks: Ranks) -> npt.NDArray[np
         accepted: [N] accepted candidates at each row.
         ranks: the rows.
     """
-    return np.array(metrics.walked_rows(accepted.tolist(), _spans(ranks)), dtype=np.int64)
+    return np.array(metrics.walked_rows(accepted.tolist(), spans_of(ranks)), dtype=np.int64)
 
 
 def walk(accepted: npt.NDArray[np.int64], ranks: Ranks) -> Ratio:
@@ -147,7 +153,7 @@ def _per_conversation(
     return np.bincount(conversation, weights=flags, minlength=num_conversations).astype(float)
 
 
-def _spans(ranks: Ranks) -> list[tuple[int, int]]:
+def spans_of(ranks: Ranks) -> list[tuple[int, int]]:
     """Row ranges [start, end) of the assistant spans."""
     if not len(ranks.conversation):
         return []

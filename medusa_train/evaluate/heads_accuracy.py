@@ -67,6 +67,7 @@ def evaluate_heads(
             "text_sampling": text_sampling(conversations),
             "base_fingerprint": base.fingerprint,
             "heads_fingerprint": heads_fingerprint(heads_directory),
+            "conversation_ids": [row.id for row in conversations],
             "data_fingerprint": fingerprint([row.id for row in conversations]),
             "base_dtype": str(base.model.dtype).removeprefix("torch."),
         },

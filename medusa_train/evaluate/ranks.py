@@ -31,6 +31,7 @@ from medusa_train.hidden_states.online import length_batches, states_of_rows
 from medusa_train.losses import IGNORE, ranks_of
 from medusa_train.run_dir import atomic_path
 
+RANKS_FILE = "ranks.safetensors"
 SCHEMA_VERSION = 1
 MISS = -1
 MAX_BATCH_TOKENS = 4_096
@@ -75,6 +76,23 @@ class Ranks:
     def valid(self) -> Tensor:
         """[N, K] bool: the valid pairs."""
         return torch.arange(self.num_heads)[None, :] < self.num_valid[:, None]
+
+    def of_conversations(self, kept: Tensor) -> Ranks:
+        """The rows of the conversations of which ``kept`` [C] is true, counted anew."""
+        rows = kept[self.conversation.long()]
+        number = kept.cumsum(dim=0) - 1
+        metadata = dict(self.metadata)
+        if "conversation_ids" in metadata:
+            ids = metadata["conversation_ids"]
+            metadata["conversation_ids"] = [ids[i] for i in kept.nonzero().squeeze(1).tolist()]
+        return Ranks(
+            ranks=self.ranks[rows],
+            num_valid=self.num_valid[rows],
+            conversation=number[self.conversation[rows].long()].int(),
+            position=self.position[rows],
+            span=self.span[rows],
+            metadata=metadata,
+        )
 
 
 @torch.no_grad()

@@ -8,13 +8,18 @@ from typing import Any
 
 from medusa_train.evaluate.page import html_page
 from medusa_train.evaluate.plots import PLOT_NAMES, make_plots
-from medusa_train.evaluate.ranks import Ranks, write_ranks
-from medusa_train.evaluate.tables import accuracy_rows, chain_line, columns, text_lines
+from medusa_train.evaluate.ranks import RANKS_FILE, Ranks, write_ranks
+from medusa_train.evaluate.tables import (
+    accuracy_rows,
+    chain_line,
+    columns,
+    plain_table,
+    text_lines,
+)
 from medusa_train.page.drawing import Plot
 from medusa_train.run_dir import atomic_path, write_json, write_text
 
 REPORT_FILE = "heads_accuracy.json"
-RANKS_FILE = "ranks.safetensors"
 
 
 def write_report(
@@ -71,6 +76,4 @@ def markdown(report: Mapping[str, Any], *, plots: list[Plot], facts: Mapping[str
 def summary_text(report: Mapping[str, Any]) -> str:
     """The whole table as plain text of fixed columns, for a terminal or a log."""
     table = [columns(report), *accuracy_rows(report)]
-    widths = [max(len(row[i]) for row in table) for i in range(len(table[0]))]
-    lines = ["  ".join(cell.rjust(w) for cell, w in zip(row, widths, strict=True)) for row in table]
-    return "\n".join([*text_lines(report), "", *lines, "", chain_line(report)])
+    return "\n".join([*text_lines(report), "", plain_table(table), "", chain_line(report)])

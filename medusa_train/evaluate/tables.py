@@ -46,6 +46,15 @@ def accuracy_rows(report: Mapping[str, Any]) -> list[list[str]]:
     return rows
 
 
+def plain_table(rows: Sequence[Sequence[str]]) -> str:
+    """Rows of cells as plain text, each column as wide as its widest cell."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    )
+
+
 def chain_line(report: Mapping[str, Any]) -> str:
     """What the top-1 chain does, in one sentence."""
     chain = report["chain"]

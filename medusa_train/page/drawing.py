@@ -73,14 +73,21 @@ class Plot:
     svg: str
 
 
-def render(name: str, title: str, *, caption: str, draw: Callable[[Axes], None]) -> Plot:
-    """Let ``draw`` fill the axes of one picture."""
+def render(
+    name: str,
+    title: str,
+    *,
+    caption: str,
+    draw: Callable[[Axes], None],
+    size: tuple[float, float] = SIZE,
+) -> Plot:
+    """Let ``draw`` fill the axes of one picture of ``size`` inches."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
     svg, png = io.StringIO(), io.BytesIO()
     with rc_context({**STYLE, "svg.hashsalt": name}):
-        figure = Figure(figsize=SIZE, layout="constrained")
+        figure = Figure(figsize=size, layout="constrained")
         axes = figure.add_subplot()
         draw(axes)
         # The page has the title as a heading.
@@ -100,6 +107,15 @@ def _for_page(svg: str, name: str, title: str) -> str:
     for i, colour in enumerate(COLOURS, start=1):
         svg = svg.replace(colour, f"var(--c{i})")
     return svg.replace("<svg ", f'<svg role="img" aria-label="{escape(title)}" ', 1).strip()
+
+
+def svg_file(plot: Plot) -> str:
+    """The picture as an SVG file of its own, in the colours of a light page."""
+    svg = plot.svg.replace("currentColor", INK)
+    for i, colour in enumerate(COLOURS, start=1):
+        svg = svg.replace(f"var(--c{i})", colour)
+    names = 'xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink"'
+    return svg.replace("<svg ", f"<svg {names} ", 1) + "\n"
 
 
 def write_above(axes: Axes, x: float, y: float, text: str, size: float) -> None:
