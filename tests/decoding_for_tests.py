@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import product
+from pathlib import Path
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from medusa_train.base_model.features import hidden_states, output_projection
-from medusa_train.heads.config import HeadsConfig
+from medusa_train.base_model.fingerprint import base_fingerprint
+from medusa_train.heads.checkpoint import save_heads
+from medusa_train.heads.config import BaseIdentity, HeadsConfig
 from medusa_train.heads.model import MedusaHeads
 from medusa_train.tree.topology import Tree
 
@@ -67,3 +70,12 @@ def fitted_heads(
         wanted = torch.nn.functional.one_hot(torch.tensor(labels), num_tokens).double()
         head[-1].weight.data.copy_((torch.linalg.pinv(torch.stack(rows)) @ wanted).T)
     return heads.requires_grad_(False)
+
+
+def save_heads_directory(directory: Path, *, base: Path, **options: object) -> Path:
+    """Heads at random, saved for the base model in the directory ``base``."""
+    model = AutoModelForCausalLM.from_pretrained(base)
+    heads = random_heads(model, **options)
+    identity = BaseIdentity(str(base), base_fingerprint(str(base)))
+    save_heads(heads, directory, base=identity)
+    return directory

@@ -1,18 +1,19 @@
-"""``medusa-eval``: measure trained heads, and find the tree they serve best."""
+"""``medusa-eval``: measure trained heads, find their best tree, and write with them."""
 
 from __future__ import annotations
 
 import enum
 import json
+import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from medusa_train.cli.app import Json, make_app
 from medusa_train.errors import InputError
 
-app = make_app("Measure trained Medusa heads.", name="medusa-eval")
+app = make_app("Measure trained Medusa heads, and write with them.", name="medusa-eval")
 
 
 class Dtype(enum.StrEnum):
@@ -164,6 +165,121 @@ def _numbers(text: str | None) -> tuple[int, ...]:
     if not all(part.strip().isdecimal() and int(part) for part in parts):
         raise InputError(f"--per-depth {text}: must be numbers with commas between, as 10,20,20")
     return tuple(int(part) for part in parts)
+
+
+BaseName = Annotated[
+    str | None,
+    typer.Option(
+        "--base-model", help="Hub id or directory of the base. Default: the one the heads name."
+    ),
+]
+TreeFile = Annotated[
+    Path | None,
+    typer.Option(
+        help="JSON list of paths such as [[0], [0, 0]]. Default: the heads' medusa_choices.json, "
+        "else the top-1 chain."
+    ),
+]
+Template = Annotated[str | None, typer.Option(help="Jinja template or its path.")]
+MaxNewTokens = Annotated[int, typer.Option(min=1, help="Most tokens of an answer.")]
+Temperature = Annotated[float, typer.Option(min=0, help="0 is greedy.")]
+TopP = Annotated[float, typer.Option(min=0, max=1, help="Nucleus; 1 is off.")]
+TopK = Annotated[int, typer.Option(min=0, help="Most probable tokens only; 0 is off.")]
+Seed = Annotated[int | None, typer.Option(min=0, help="Seed of sampling.")]
+IsTypical = Annotated[
+    bool, typer.Option("--typical", help="Typical acceptance: faster, another distribution.")
+]
+
+
+@app.command("generate")
+def generate(
+    heads: Annotated[Path, typer.Argument(help="A heads directory, such as RUN/heads.")],
+    prompt: Annotated[str, typer.Argument(help="What the user says; - reads standard input.")],
+    base_model: BaseName = None,
+    dtype: Annotated[Dtype, typer.Option(help="Type of the base's weights.")] = Dtype.AUTO,
+    tree: TreeFile = None,
+    chat_template: Template = None,
+    raw: Annotated[bool, typer.Option("--raw", help="Continue the text; no chat.")] = False,
+    max_new_tokens: MaxNewTokens = 512,
+    temperature: Temperature = 0.0,
+    top_p: TopP = 1.0,
+    top_k: TopK = 0,
+    typical: IsTypical = False,
+    seed: Seed = None,
+    as_json: Json = False,
+) -> None:
+    """Write an answer with the heads: the text on stdout, tokens/s on stderr."""
+    from medusa_train.cli.talk import generate as write
+
+    options = _answer_options(max_new_tokens, temperature, top_p, top_k, typical)
+    text = sys.stdin.read() if prompt == "-" else prompt
+    model, template = _load(heads, base_model, dtype, tree, chat_template, seed)
+    write(model, text, options=options, raw=raw, chat_template=template, as_json=as_json)
+
+
+@app.command("chat")
+def chat(
+    heads: Annotated[Path, typer.Argument(help="A heads directory, such as RUN/heads.")],
+    base_model: BaseName = None,
+    dtype: Annotated[Dtype, typer.Option(help="Type of the base's weights.")] = Dtype.AUTO,
+    tree: TreeFile = None,
+    chat_template: Template = None,
+    system: Annotated[str | None, typer.Option(help="What the system message says.")] = None,
+    max_new_tokens: MaxNewTokens = 512,
+    temperature: Temperature = 0.0,
+    top_p: TopP = 1.0,
+    top_k: TopK = 0,
+    typical: IsTypical = False,
+    seed: Seed = None,
+    as_json: Json = False,
+) -> None:
+    """Talk with the model. Ctrl-C ends an answer, /exit leaves."""
+    from medusa_train.cli.talk import chat as talk
+
+    options = _answer_options(max_new_tokens, temperature, top_p, top_k, typical)
+    model, template = _load(heads, base_model, dtype, tree, chat_template, seed)
+    talk(model, options=options, chat_template=template, system=system, as_json=as_json)
+
+
+def _answer_options(
+    max_new_tokens: int, temperature: float, top_p: float, top_k: int, is_typical: bool
+) -> Any:
+    from medusa_train.answers import AnswerOptions
+    from medusa_train.decoding.acceptance import Typical
+
+    if is_typical and temperature == 0:
+        raise InputError("--typical: is a way to sample; give a --temperature above 0")
+    if top_p == 0:
+        raise InputError("--top-p: must be above 0 and at most 1, got 0")
+    return AnswerOptions(
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        typical=Typical() if is_typical else None,
+    )
+
+
+def _load(
+    heads: Path,
+    base_model: str | None,
+    dtype: Dtype,
+    tree: Path | None,
+    chat_template: str | None,
+    seed: int | None,
+) -> tuple[Any, str | None]:
+    """The model with its heads, and the chat template's text."""
+    import torch
+
+    from medusa_train.medusa_model import MedusaModel, read_tree
+    from medusa_train.recipe.load import read_chat_template
+
+    template = read_chat_template(chat_template)
+    paths = None if tree is None else read_tree(tree)
+    model = MedusaModel.from_pretrained(heads, base_model, dtype=dtype.value, tree=paths)
+    if seed is not None:
+        torch.manual_seed(seed)
+    return model, template
 
 
 def main() -> None:

@@ -1,0 +1,86 @@
+"""The terminal's side of ``medusa-eval generate`` and ``chat``."""
+
+from __future__ import annotations
+
+import json
+import sys
+from functools import partial
+from typing import Any
+
+import typer
+
+EXIT = "/exit"
+
+
+def generate(
+    model: Any, prompt: str, *, options: Any, raw: bool, chat_template: str | None, as_json: bool
+) -> None:
+    """Stream one answer to stdout and say on stderr what it took."""
+    from medusa_train.answers import prompt_ids, write_answer
+
+    if raw:
+        ids = model.tokenizer(prompt)["input_ids"]
+    else:
+        messages = [{"role": "user", "content": prompt}]
+        ids = prompt_ids(model, messages, chat_template=chat_template)
+    answer = write_answer(
+        model, ids, options=options, streamer=None if as_json else _streamer(model)
+    )
+    if as_json:
+        typer.echo(json.dumps(answer.facts()))
+    else:
+        typer.echo(answer.summary(), err=True)
+
+
+def chat(
+    model: Any, *, options: Any, chat_template: str | None, system: str | None, as_json: bool
+) -> None:
+    """Answer line after line until ``/exit`` or the end of the input; Ctrl-C ends an answer."""
+    from medusa_train.answers import prompt_ids, write_answer
+    from medusa_train.interrupts import interruptible
+
+    messages = [] if system is None else [{"role": "system", "content": system}]
+    # A base model without a template is refused before anything is typed.
+    prompt_ids(model, [*messages, {"role": "user", "content": "?"}], chat_template=chat_template)
+    typer.echo(f"{EXIT} leaves; Ctrl-C ends an answer", err=True)
+    while (line := _read_line()) is not None:
+        if not line.strip():
+            continue
+        messages.append({"role": "user", "content": line.strip()})
+        with interruptible("ending the answer") as interrupt:
+            answer = write_answer(
+                model,
+                prompt_ids(model, messages, chat_template=chat_template),
+                options=options,
+                streamer=None if as_json else _streamer(model),
+                is_interrupted=partial(getattr, interrupt, "is_asked"),
+            )
+        messages.append({"role": "assistant", "content": answer.text})
+        if as_json:
+            typer.echo(json.dumps(answer.facts()))
+        else:
+            typer.echo(answer.summary(), err=True)
+
+
+def _streamer(model: Any) -> Any:
+    from transformers import TextStreamer
+
+    return TextStreamer(model.tokenizer, skip_prompt=True, skip_special_tokens=True)
+
+
+def _read_line() -> str | None:
+    """The user's next line; None at the end. Ctrl-C drops what was typed."""
+    while True:
+        try:
+            if sys.stdin.isatty() and sys.stdout.isatty():
+                line = input("> ")
+            else:
+                line = sys.stdin.readline()
+                if not line:
+                    return None
+        except EOFError:
+            return None
+        except KeyboardInterrupt:
+            typer.echo(err=True)
+            continue
+        return None if line.strip() == EXIT else line

@@ -1,0 +1,170 @@
+"""``medusa-eval generate`` and ``chat``, and ``MedusaModel``, as a user calls them."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pty
+import select
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import medusa_train
+from medusa_train.cli.evaluate import app as evaluate
+from medusa_train.errors import InputError
+from tests.decoding_for_tests import save_heads_directory
+from tests.models_for_tests import save_base
+
+
+def _call(*arguments: object, capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
+    with pytest.raises(SystemExit) as ended:
+        evaluate([str(argument) for argument in arguments])
+    shown = capsys.readouterr()
+    return int(ended.value.code or 0), shown.out, shown.err
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_base(tmp_path_factory.mktemp("base") / "base")
+
+
+@pytest.fixture(scope="module")
+def heads(base: Path) -> Path:
+    return save_heads_directory(base.parent / "heads", base=base)
+
+
+def _plain(base: Path, prompt: str, *, max_new_tokens: int) -> tuple[str, list[int]]:
+    """What the base says greedily, by transformers alone."""
+    model = AutoModelForCausalLM.from_pretrained(base)
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    ids = tokenizer.apply_chat_template(
+        [{"role": "user", "content": prompt}], add_generation_prompt=True, return_tensors="pt"
+    )["input_ids"]
+    whole = model.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_new_tokens, do_sample=False
+    )
+    written = whole[0, ids.shape[1] :]
+    return tokenizer.decode(written, skip_special_tokens=True), written.tolist()
+
+
+def test_generate_streams_what_the_base_says(
+    base: Path, heads: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text, written = _plain(base, "Name a metal.", max_new_tokens=20)
+    arguments = ("generate", heads, "Name a metal.", "--max-new-tokens", 20)
+    code, out, err = _call(*arguments, capsys=capsys)
+    assert code == 0
+    assert out == text + "\n"
+    assert f"{len(written)} tokens in " in err
+    assert "tokens/s), acceptance length 1." in err
+    code, out, _ = _call(*arguments, "--json", capsys=capsys)
+    facts = json.loads(out)
+    assert (facts["text"], facts["num_tokens"]) == (text, len(written))
+    assert facts["tokens_per_second"] > 0
+    code, out, _ = _call(*arguments, "--raw", "--temperature", 0.8, "--seed", 1, capsys=capsys)
+    assert code == 0
+    assert (code, out) == _call(
+        *arguments, "--raw", "--temperature", 0.8, "--seed", 1, capsys=capsys
+    )[:2]
+
+
+def test_generate_says_what_is_wrong(
+    heads: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def error(*arguments: object) -> str:
+        code, out, err = _call(*arguments, capsys=capsys)
+        assert (code, out) == (2, "")
+        return err
+
+    assert "no such heads directory" in error("generate", tmp_path / "none", "hello")
+    assert "--typical: is a way to sample" in error("generate", heads, "x", "--typical")
+    tree = tmp_path / "tree.json"
+    tree.write_text("[[0], [0, 0, 0]]")
+    assert "its prefix [0, 0] is not in the tree" in error("generate", heads, "x", "--tree", tree)
+    tree.write_text("[[0], [0, 0], [0, 0, 0], [0, 0, 0, 0]]")
+    assert "has depth 4, but there are 3 heads" in error("generate", heads, "x", "--tree", tree)
+    assert "has 512 positions; shorten it" in error("generate", heads, "a b " * 600)
+
+
+def test_chat_keeps_the_conversation(
+    heads: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("Name a metal.\n\nAnother.\n/exit\nnever\n"))
+    code, out, err = _call(
+        "chat", heads, "--max-new-tokens", 8, "--json", "--system", "Be brief.", capsys=capsys
+    )
+    assert code == 0
+    answers = [json.loads(line) for line in out.splitlines()]
+    assert len(answers) == 2
+    assert all(1 <= answer["num_tokens"] <= 8 for answer in answers)
+    assert err.startswith("/exit leaves; Ctrl-C ends an answer")
+
+
+def test_ctrl_c_ends_the_answer_and_not_the_chat(heads: Path) -> None:
+    terminal, other = pty.openpty()
+    command = "from medusa_train.cli.evaluate import main; main()"
+    process = subprocess.Popen(
+        [sys.executable, "-c", command, "chat", str(heads), "--max-new-tokens", "490"],
+        stdin=other,
+        stdout=other,
+        stderr=other,
+        start_new_session=True,
+    )
+    os.close(other)
+    try:
+        _read_until(terminal, b"> ")
+        os.write(terminal, b"Name a metal.\n")
+        # The line that was typed, and then the first words of the answer.
+        _read_until(terminal, b"metal.\r\n", more=1)
+        process.send_signal(signal.SIGINT)
+        shown = _read_until(terminal, b"acceptance length")
+        assert b"interrupted: ending the answer" in shown
+        num_tokens = int(shown.split(b" tokens in")[0].split()[-1])
+        assert num_tokens < 480
+        if b"> " not in shown.split(b"acceptance length")[1]:
+            _read_until(terminal, b"> ")
+        process.send_signal(signal.SIGINT)
+        _read_until(terminal, b"\n")
+        os.write(terminal, b"/exit\n")
+        assert process.wait(60) == 0
+    finally:
+        process.kill()
+        process.wait(60)
+        os.close(terminal)
+
+
+def _read_until(terminal: int, wanted: bytes, *, more: int = 0) -> bytes:
+    shown = b""
+    end = time.monotonic() + 120
+    while wanted not in shown or len(shown.split(wanted, 1)[1]) < more:
+        assert time.monotonic() < end, shown
+        if select.select([terminal], [], [], 1)[0]:
+            shown += os.read(terminal, 1000)
+    return shown
+
+
+def test_medusa_model_writes_what_its_base_writes(base: Path, heads: Path) -> None:
+    model = medusa_train.MedusaModel.from_pretrained(heads)
+    assert model.tree.paths == ((0,), (0, 0), (0, 0, 0))
+    inputs = model.tokenizer("hello there", return_tensors="pt")
+    options = {"max_new_tokens": 16, "do_sample": False}
+    ids, mask = inputs["input_ids"], inputs["attention_mask"]
+    plain = model.base.model.generate(ids, attention_mask=mask, **options)
+    for tree in (None, [], [[0], [1], [1, 1]]):
+        assert torch.equal(model.generate(ids, attention_mask=mask, tree=tree, **options), plain)
+    (heads / "medusa_choices.json").write_text("[[0], [1]]")
+    again = medusa_train.MedusaModel.from_pretrained(heads, str(base), dtype="float32")
+    assert again.tree.paths == ((0,), (1,))
+    (heads / "medusa_choices.json").unlink()
+    with pytest.raises(InputError, match=r"tree: path \[0, 0\]: its prefix"):
+        model.generate(ids, tree=[[0, 0]])
+    with pytest.raises(AttributeError, match="has no attribute 'Medusa'"):
+        medusa_train.Medusa  # noqa: B018
