@@ -37,7 +37,10 @@ from medusa_train.distill.merge import merge
 from medusa_train.distill.run import Shard
 from medusa_train.distributed import num_processes, on_main, process_index, wait_for_all
 from medusa_train.errors import InputError
-from medusa_train.evaluate.heads_accuracy import evaluate_heads
+from medusa_train.evaluate.heads_accuracy import add_tree, evaluate_heads
+from medusa_train.evaluate.ranks import RANKS_FILE, read_ranks
+from medusa_train.evaluate.tree import search_tree
+from medusa_train.evaluate.tree_report import CHOICES_FILE, TREE_FILE, remove_tree
 from medusa_train.generation import generate, load_section, make_chat
 from medusa_train.heads.checkpoint import SPEC_FILE, heads_fingerprint, save_tensors
 from medusa_train.hidden_states.cache import MANIFEST_FILE as CACHE_MANIFEST
@@ -60,7 +63,7 @@ _ON_ALL_PROCESSES = frozenset({"distill", "hidden-states", "train"})
 # Keys of a recipe that came after runs were fingerprinted without them.
 _LATER_KEYS = frozenset({"hidden_states_dtype", "init_from"})
 
-STAGES = ("data", "distill", "hidden-states", "train", "accuracy")
+STAGES = ("data", "distill", "hidden-states", "train", "accuracy", "tree")
 """Every stage, in order. ``data`` reads a file, ``distill`` writes the data; a run has one."""
 
 
@@ -182,7 +185,11 @@ def named_stages(loaded: LoadedRecipe) -> list[str]:
     if loaded.recipe.train.hidden_states == "cached":
         stages.append("hidden-states")
     stages.append("train")
-    return [*stages, "accuracy"] if section.eval_fraction > 0 else stages
+    if section.eval_fraction > 0:
+        stages.append("accuracy")
+        if loaded.recipe.evaluate.tree is not None:
+            stages.append("tree")
+    return stages
 
 
 def outputs_of(stage: str, run: RunDir) -> list[Path]:
@@ -194,6 +201,8 @@ def outputs_of(stage: str, run: RunDir) -> list[Path]:
             return [run.hidden_states / "train" / CACHE_MANIFEST]
         case "train":
             return [run.heads / SPEC_FILE]
+        case "tree":
+            return [run.report / TREE_FILE, run.heads / CHOICES_FILE]
         case _:
             return [run.report / "heads_accuracy.json"]
 
@@ -207,6 +216,8 @@ def directories_of(stage: str, run: RunDir) -> list[Path]:
             return [run.hidden_states]
         case "train":
             return [run.checkpoints, run.heads]
+        case "tree":
+            return []  # its files lie among others', and are written over
         case _:
             return [run.report]
 
@@ -250,11 +261,17 @@ def fingerprint_of(stage: str, workspace: Workspace) -> str | None:
             section_train = _deciding(recipe.train)
             heads_section = _deciding(recipe.heads)
             return fingerprint([loading, data, cutting, heads_section, section_train, *more])
+        case "tree":
+            ranks = workspace.run.report / RANKS_FILE
+            content = file_fingerprint(ranks) if ranks.exists() else None
+            needed = outputs_of("train", workspace.run)[0].exists()
+            return fingerprint([content, recipe.evaluate.model_dump()]) if needed else None
         case _:
             if not outputs_of("train", workspace.run)[0].exists():
                 return None
             heads = heads_fingerprint(workspace.run.heads)
-            return fingerprint([loading, data, cutting, heads, recipe.evaluate.model_dump()])
+            settings = recipe.evaluate.model_dump(exclude={"tree"})
+            return fingerprint([loading, data, cutting, heads, settings])
 
 
 def _deciding(section: HeadsSection | TrainSection) -> dict[str, Any]:
@@ -274,6 +291,7 @@ def run_stage(stage: str, workspace: Workspace) -> Mapping[str, Any]:
         "hidden-states": _hidden_states,
         "train": _train,
         "accuracy": _accuracy,
+        "tree": _tree,
     }
     action = actions[stage]
     if stage in _ON_ALL_PROCESSES:
@@ -427,13 +445,40 @@ def _accuracy(workspace: Workspace) -> Mapping[str, Any]:
     if not conversations:
         warn("no conversation is held out (data.eval_fraction), so there is no accuracy report")
         return {"num_conversations": 0}
+    remove_tree(run.report)
+    facts = _facts(workspace)
     evaluate_heads(
         workspace.base,
         run.heads,
         conversations=conversations,
         output=run.report,
         metrics=run.metrics,
-        facts=_facts(workspace),
-        **recipe.evaluate.model_dump(),
+        facts=facts,
+        **recipe.evaluate.model_dump(exclude={"tree"}),
     )
-    return {"num_conversations": len(conversations)}
+    return {"num_conversations": len(conversations), "facts": facts}
+
+
+def _tree(workspace: Workspace) -> Mapping[str, Any]:
+    section, run = workspace.recipe.evaluate, workspace.run
+    assert section.tree is not None
+    if not (run.report / RANKS_FILE).exists():
+        warn("no conversation is held out (data.eval_fraction), so there is no tree")
+        return {"num_nodes": 0}
+    result = search_tree(
+        read_ranks(run.report / RANKS_FILE),
+        **section.tree.model_dump(),
+        num_bootstrap=section.num_bootstrap,
+        seed=section.seed,
+    )
+    for note in result["notes"]:
+        warn(note)
+    record = read_json(run.manifest)["stages"].get("accuracy", {})
+    add_tree(
+        result,
+        report_directory=run.report,
+        heads_directory=run.heads,
+        metrics=run.metrics,
+        facts=record.get("facts"),
+    )
+    return {"num_nodes": result["num_nodes"]}

@@ -28,6 +28,7 @@ class Stage(enum.StrEnum):
     HIDDEN_STATES = "hidden-states"
     TRAIN = "train"
     ACCURACY = "accuracy"
+    TREE = "tree"
 
 
 @app.command()

@@ -11,10 +11,12 @@ from medusa_train.base_model.load import BaseModel
 from medusa_train.data.conversations import Conversation
 from medusa_train.errors import InputError
 from medusa_train.evaluate.accuracy import accuracy_report
-from medusa_train.evaluate.ranks import compute_ranks
-from medusa_train.evaluate.report import write_report
-from medusa_train.heads.checkpoint import heads_fingerprint, load_heads
-from medusa_train.run_dir import fingerprint
+from medusa_train.evaluate.ranks import RANKS_FILE, Ranks, compute_ranks, read_ranks
+from medusa_train.evaluate.report import REPORT_FILE, write_report
+from medusa_train.evaluate.tree_report import write_tree
+from medusa_train.heads.checkpoint import heads_fingerprint, load_heads, read_spec
+from medusa_train.heads.config import HeadsConfig
+from medusa_train.run_dir import fingerprint, read_json
 
 
 def evaluate_heads(
@@ -76,20 +78,60 @@ def evaluate_heads(
         ranks, base_model=identity.name_or_path, num_bootstrap=num_bootstrap, seed=seed
     )
     if output is not None:
-        config = heads.config
-        known = {
-            "heads": f"{config.num_heads}, layers {config.num_layers}, layout {config.layout}",
-            "vocabulary of the heads": f"{config.num_logits:,} of {config.vocab_size:,} tokens",
-            "base model in": ranks.metadata["base_dtype"],
-        }
         write_report(
             report,
             directory=output,
             ranks=ranks,
             metrics=metrics,
-            facts={**known, **(facts or {})},
+            facts={**_known(heads.config, ranks), **(facts or {})},
         )
     return report
+
+
+def add_tree(
+    result: Mapping[str, Any],
+    *,
+    report_directory: Path,
+    heads_directory: Path,
+    metrics: Path | None = None,
+    facts: Mapping[str, str] | None = None,
+) -> None:
+    """Write the tree, and the report that is there once more with it.
+
+    Args:
+        result: ``tree.json`` as an object, from the report's ranks.
+        report_directory: of the report.
+        heads_directory: gets ``medusa_choices.json``.
+        metrics: ``metrics.jsonl`` of the training run, for its curves.
+        facts: further lines for the report's head.
+    """
+    ranks = read_ranks(report_directory / RANKS_FILE)
+    report = read_json(report_directory / REPORT_FILE)
+    report["tree"] = {
+        "num_nodes": result["num_nodes"],
+        "acceptance_length": result["acceptance_length"],
+        "ci95": result["ci95"],
+        "num_conversations": result["reported"]["num_conversations"],
+    }
+    config, _ = read_spec(heads_directory)
+    write_report(
+        report,
+        directory=report_directory,
+        ranks=ranks,
+        metrics=metrics,
+        facts={**_known(config, ranks), **(facts or {})},
+        tree=result,
+    )
+    write_tree(result, directory=report_directory, choices=heads_directory)
+
+
+def _known(config: HeadsConfig, ranks: Ranks) -> dict[str, str]:
+    """Lines for the report's head that the heads and the ranks tell."""
+    return {
+        "heads": f"{config.num_heads}, layers {config.num_layers}, layout {config.layout}",
+        "vocabulary of the heads": f"{config.num_logits:,} of {config.vocab_size:,} tokens",
+        "base model in": ranks.metadata["base_dtype"],
+    }
 
 
 def text_sampling(conversations: Sequence[Conversation]) -> Any:

@@ -8,6 +8,7 @@ from typing import Any
 from medusa_train.evaluate.tables import (
     accuracy_rows,
     columns,
+    counted,
     interval,
     number,
     text_lines,
@@ -33,8 +34,20 @@ def html_page(report: Mapping[str, Any], *, plots: Sequence[Plot], facts: Mappin
 
 
 def _figures(report: Mapping[str, Any]) -> list[tuple[str, str]]:
-    chain, first = report["chain"], report["heads"][0]
+    chain, first, tree = report["chain"], report["heads"][0], report["tree"]
+    of_tree = (
+        []
+        if tree is None
+        else [
+            (
+                number(tree["acceptance_length"]),
+                f"tokens per step with a tree of {counted(tree['num_nodes'], 'node')} (95 %: "
+                f"{interval(tree['ci95'])}; {counted(tree['num_conversations'], 'conversation')})",
+            )
+        ]
+    )
     return [
+        *of_tree,
         (
             number(chain["acceptance_length"]),
             f"tokens per step with the top-1 chain (95 %: {interval(chain['ci95'])})",

@@ -12,6 +12,7 @@ import numpy.typing as npt
 from medusa_train.evaluate.accuracy import num_accepted, walked_rows
 from medusa_train.evaluate.ranks import Ranks
 from medusa_train.evaluate.tables import counted, interval, number
+from medusa_train.evaluate.tree_picture import PICTURE, tree_plot
 from medusa_train.page.drawing import (
     COLOURS,
     INK,
@@ -35,18 +36,26 @@ PLOT_NAMES = (
     "top_n_accuracy",
     "accepted",
     "position",
+    PICTURE,
     "training_loss",
     "training_top1",
 )
 
 
-def make_plots(report: Mapping[str, Any], ranks: Ranks, *, metrics: Path | None) -> list[Plot]:
+def make_plots(
+    report: Mapping[str, Any],
+    ranks: Ranks,
+    *,
+    metrics: Path | None,
+    tree: Mapping[str, Any] | None = None,
+) -> list[Plot]:
     """Every picture that there is something to draw for."""
     plots = [
         _top_1(report),
         _top_n(report) if report["top_k"] > 1 else None,
         _accepted(report, ranks),
         _along_the_answer(ranks),
+        None if tree is None else tree_plot(tree),
         *([] if metrics is None else _training(metrics)),
     ]
     return [plot for plot in plots if plot is not None]

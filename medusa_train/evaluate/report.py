@@ -15,6 +15,7 @@ from medusa_train.evaluate.tables import (
     columns,
     plain_table,
     text_lines,
+    tree_lines,
 )
 from medusa_train.page.drawing import Plot
 from medusa_train.run_dir import atomic_path, write_json, write_text
@@ -29,6 +30,7 @@ def write_report(
     ranks: Ranks,
     metrics: Path | None = None,
     facts: Mapping[str, str] | None = None,
+    tree: Mapping[str, Any] | None = None,
 ) -> None:
     """Write every form of the report into ``directory``; the JSON comes last.
 
@@ -38,8 +40,9 @@ def write_report(
         ranks: what the report was computed from; written beside it.
         metrics: ``metrics.jsonl`` of the training run, for its curves.
         facts: lines for the report's head.
+        tree: ``tree.json`` as an object, where there is a tree.
     """
-    plots = make_plots(report, ranks, metrics=metrics)
+    plots = make_plots(report, ranks, metrics=metrics, tree=tree)
     write_ranks(directory / RANKS_FILE, ranks)
     # Where an older report had more to draw, its picture would look like this one's.
     for name in set(PLOT_NAMES) - {plot.name for plot in plots}:
@@ -66,6 +69,7 @@ def markdown(report: Mapping[str, Any], *, plots: list[Plot], facts: Mapping[str
         *("| " + " | ".join(row) + " |" for row in accuracy_rows(report)),
         "",
         chain_line(report),
+        *(f"\n{line}" for line in tree_lines(report)),
         "",
     ]
     for plot in plots:
@@ -76,4 +80,5 @@ def markdown(report: Mapping[str, Any], *, plots: list[Plot], facts: Mapping[str
 def summary_text(report: Mapping[str, Any]) -> str:
     """The whole table as plain text of fixed columns, for a terminal or a log."""
     table = [columns(report), *accuracy_rows(report)]
-    return "\n".join([*text_lines(report), "", plain_table(table), "", chain_line(report)])
+    lines = [chain_line(report), *tree_lines(report)]
+    return "\n".join([*text_lines(report), "", plain_table(table), "", *lines])

@@ -65,6 +65,18 @@ def chain_line(report: Mapping[str, Any]) -> str:
     )
 
 
+def tree_lines(report: Mapping[str, Any]) -> list[str]:
+    """What the tree does, in one sentence; nothing where there is none."""
+    tree = report["tree"]
+    if tree is None:
+        return []
+    return [
+        f"Acceptance length of the tree of {counted(tree['num_nodes'], 'node')}: "
+        f"{number(tree['acceptance_length'])} tokens per step (95 %: {interval(tree['ci95'])}), "
+        f"{counted(tree['num_conversations'], 'conversation')}"
+    ]
+
+
 def text_lines(report: Mapping[str, Any]) -> list[str]:
     """How much was measured, and what the text's sampling means for the figures."""
     counts = (

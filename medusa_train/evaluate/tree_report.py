@@ -71,17 +71,20 @@ def write_tree(result: Mapping[str, Any], *, directory: Path, choices: Path | No
         directory: made if needed.
         choices: directory of ``medusa_choices.json``; None for the same.
     """
+    remove_tree(directory)
     plot = tree_plot(result)
-    pictures = [directory / f"{PICTURE}.{ending}" for ending in ("png", "svg")]
-    if plot is None:
-        for picture in pictures:
-            picture.unlink(missing_ok=True)
-    else:
-        with atomic_path(pictures[0]) as temporary:
+    if plot is not None:
+        with atomic_path(directory / f"{PICTURE}.png") as temporary:
             temporary.write_bytes(plot.png)
-        write_text(pictures[1], svg_file(plot))
+        write_text(directory / f"{PICTURE}.svg", svg_file(plot))
     write_text((choices or directory) / CHOICES_FILE, json.dumps(result["paths"]) + "\n")
     write_json(directory / TREE_FILE, result)
+
+
+def remove_tree(directory: Path) -> None:
+    """Remove the tree that was found for a report that is made anew."""
+    for name in (TREE_FILE, f"{PICTURE}.png", f"{PICTURE}.svg"):
+        (directory / name).unlink(missing_ok=True)
 
 
 def tree_summary(result: Mapping[str, Any]) -> str:

@@ -14,7 +14,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from medusa_train.recipe.deepspeed_block import check_deepspeed
-from medusa_train.recipe.schema import DistillSection, Recipe
+from medusa_train.recipe.schema import DistillSection, EvaluateSection, HeadsSection, Recipe
 from medusa_train.recipe.trainer_block import check_trainer
 from medusa_train.recipe.yaml_reader import Key, show
 
@@ -69,6 +69,8 @@ def combined_mistakes(schema: type[BaseModel], value: Mapping[str, Any]) -> Iter
         yield ("train", "hidden_states_dtype"), "is for hidden_states: cached; remove it"
     if train.get("hidden_states", "cached") == "cached" and data.get("packing") is True:
         yield ("data", "packing"), "is for train.hidden_states: online; remove it"
+    if schema is Recipe:
+        yield from _tree_mistakes(value, data)
     trainer = _section(train, "trainer")
     for name, message in check_trainer(trainer):
         yield ("train", "trainer", name), message
@@ -94,6 +96,31 @@ def _source_mistakes(data: Mapping[str, Any]) -> Iterator[Wrong]:
             ("data",),
             "needs one of data.path and data.distill; got both; set one of them to null",
         )
+
+
+def _tree_mistakes(value: Mapping[str, Any], data: Mapping[str, Any]) -> Iterator[Wrong]:
+    evaluate = _section(value, "evaluate")
+    tree, where = evaluate.get("tree"), ("evaluate", "tree")
+    if not isinstance(tree, dict):
+        return
+    if data.get("eval_fraction") == 0:
+        yield where, "needs held-out conversations; raise data.eval_fraction, or write null"
+    heads = _section(value, "heads")
+    limits = {
+        "top_k": ("evaluate.top_k", evaluate.get("top_k", _default(EvaluateSection, "top_k"))),
+        "max_depth": (
+            "heads.num_heads",
+            heads.get("num_heads", _default(HeadsSection, "num_heads")),
+        ),
+    }
+    for name, (key, most) in limits.items():
+        wanted = tree.get(name)
+        if isinstance(wanted, int) and isinstance(most, int) and wanted > most:
+            yield (*where, name), f"must be at most {key}, which is {most}; got {wanted}"
+
+
+def _default(section: type[BaseModel], name: str) -> Any:
+    return section.model_fields[name].default
 
 
 def _distill_mistakes(distill: Mapping[str, Any], max_length: Any) -> Iterator[Wrong]:

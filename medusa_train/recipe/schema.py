@@ -226,8 +226,23 @@ class TrainSection(Section):
     """Arguments of `transformers.TrainingArguments`, by their own names."""
 
 
+class TreeSection(Section):
+    """The candidate tree, searched on a part of the held-out conversations."""
+
+    num_nodes: Annotated[int, Field(ge=1, le=1024)] = 63
+    """Most nodes, without the root. A small device checks fewer at a time: try 16 on a CPU."""
+    max_depth: Count | None = None
+    """Use the first so many heads; null is all of them."""
+    per_depth: list[Count] = Field(default_factory=list)
+    """Most nodes at depths 1, 2, …; depths beyond the list are not limited."""
+    top_k: Count | None = None
+    """Candidates of each head; null is `evaluate.top_k`."""
+    search_fraction: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.5
+    """Share of the held-out conversations that is searched; the figures are of the others."""
+
+
 class EvaluateSection(Section):
-    """What the accuracy report holds."""
+    """What the accuracy report holds, and which tree is found."""
 
     top_k: Annotated[int, Field(ge=1, le=100)] = 10
     """Ranks reported for each head."""
@@ -235,6 +250,8 @@ class EvaluateSection(Section):
     """Resamples of the conversations for the intervals."""
     seed: Seed = 0
     """Seed of the resampling."""
+    tree: TreeSection | None = None
+    """Find the best candidate tree; null leaves the stage out."""
 
 
 class TrackingSection(Section):
@@ -268,7 +285,7 @@ class Recipe(Section):
     """DeepSpeed configuration or the JSON file that holds one, such as
     `recipes/deepspeed/zero2.json`; null trains without DeepSpeed."""
     evaluate: EvaluateSection = EvaluateSection()
-    """What the accuracy report holds."""
+    """What the accuracy report holds, and which tree is found."""
     tracking: TrackingSection = TrackingSection()
     """Where the curves go besides `metrics.jsonl`."""
     run_dir: Text | None = None

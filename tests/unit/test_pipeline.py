@@ -116,6 +116,46 @@ def test_wrong_stages_are_input_errors(
     assert not loaded.run_dir.exists()
 
 
+def test_a_tree_joins_the_heads_and_the_report(
+    tmp_path: Path, base: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plain = write_recipe(tmp_path, base=base, rows=cyclic_rows(24))
+    run = run_pipeline(plain)
+    report = json.loads((run.report / "heads_accuracy.json").read_text())
+    page = (run.report / "heads_accuracy.html").read_text()
+    assert report["tree"] is None
+    assert not (run.heads / "medusa_choices.json").exists()
+    heads = file_hashes(run.heads)
+    with_tree = load_recipe(tmp_path / "recipe.yaml", ["evaluate.tree={num_nodes: 2}"])
+    capsys.readouterr()
+    run_pipeline(with_tree)
+    assert "accuracy: up to date" in capsys.readouterr().err
+    tree = json.loads((run.report / "tree.json").read_text())
+    assert tree["num_nodes"] == 2
+    assert json.loads((run.heads / "medusa_choices.json").read_text()) == tree["paths"]
+    assert heads.items() <= file_hashes(run.heads).items()
+    both = json.loads((run.report / "heads_accuracy.json").read_text())
+    assert both["tree"] == {
+        "num_nodes": 2,
+        "acceptance_length": tree["acceptance_length"],
+        "ci95": tree["ci95"],
+        "num_conversations": tree["reported"]["num_conversations"],
+    }
+    assert {**both, "tree": None} == report
+    with_picture = (run.report / "heads_accuracy.html").read_text()
+    assert with_picture.count("<svg") == page.count("<svg") + 1
+    assert "tokens per step with a tree of 2 nodes" in with_picture
+    # The rest of the page is what it was, the facts of the run with it.
+    for fact in ("trained on", "device", "training", "layout full"):
+        assert fact in page
+        assert fact in with_picture
+    run_pipeline(with_tree)
+    assert "tree: up to date" in capsys.readouterr().err
+    run_pipeline(plain, start="accuracy")
+    assert json.loads((run.report / "heads_accuracy.json").read_text()) == report
+    assert not list(run.report.glob("tree.*"))
+
+
 def test_the_command_line_knows_every_stage() -> None:
     assert tuple(Stage) == STAGES
 

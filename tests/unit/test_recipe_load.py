@@ -201,6 +201,35 @@ def test_packing_is_for_online_states(write):
     assert line.endswith("data.packing: is for train.hidden_states: online; remove it")
 
 
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            ["evaluate.tree={}", "data.eval_fraction=0.0"],
+            "evaluate.tree: needs held-out conversations; raise data.eval_fraction, or write null",
+        ),
+        (
+            ["evaluate.tree={top_k: 11}"],
+            "evaluate.tree.top_k: must be at most evaluate.top_k, which is 10; got 11",
+        ),
+        (
+            ["heads.num_heads=3", "evaluate.tree.max_depth=4"],
+            "evaluate.tree.max_depth: must be at most heads.num_heads, which is 3; got 4",
+        ),
+        (["evaluate.tree.num_nodes=0"], "evaluate.tree.num_nodes: must be at least 1; got 0"),
+        (
+            ["evaluate.tree=true"],
+            "evaluate.tree: must be a section of keys and values; remove it for the defaults; "
+            "got true",
+        ),
+    ],
+)
+def test_a_tree_needs_text_and_heads(write, overrides, message):
+    [line] = lines_of(write(GOOD), *overrides)
+    assert line.endswith(message)
+    assert load_recipe(write(GOOD), ["evaluate.tree={}"]).recipe.evaluate.tree.num_nodes == 63
+
+
 def test_every_key_can_be_set(write):
     """Setting a key to its own value, section by section and key by key, changes nothing."""
     path = write("base_model: {name_or_path: m}\ndata: {distill: {num_prompts: 3}}")
