@@ -20,6 +20,7 @@ _LABELS = {
     "hidden_states": "hidden states",
     "activations": "activations",
     "loss_chunk": "loss chunk",
+    "allocator": "kept by the allocator",
     "base_forward": "base: one layer",
     "cache": "page cache",
 }
