@@ -24,6 +24,7 @@ from medusa_train.distributed import on_main, process_group
 from medusa_train.errors import InputError
 from medusa_train.recipe.load import LoadedRecipe, dump_resolved
 from medusa_train.run_dir import RunDir, check_writable, locked, read_json, write_json, write_text
+from medusa_train.stage_actions import run_stage
 from medusa_train.stages import (
     STAGES,
     Workspace,
@@ -31,7 +32,6 @@ from medusa_train.stages import (
     fingerprint_of,
     named_stages,
     outputs_of,
-    run_stage,
 )
 from medusa_train.train.trackers import chosen_trackers
 

@@ -1,23 +1,17 @@
-"""What each stage of a recipe reads, does and writes.
+"""What each stage of a recipe reads and writes, and what decides its output.
 
 A stage reads files and writes one directory, so that each can be rerun, resumed and tested alone.
 """
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Callable, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import torch
-from transformers import TrainerState
-from transformers.integrations.deepspeed import unset_hf_deepspeed_config
-
 from medusa_train.base_model.fingerprint import base_fingerprint
 from medusa_train.base_model.load import BaseModel, load_tokenizer
-from medusa_train.console import format_seconds, log, warn
+from medusa_train.console import log, warn
 from medusa_train.data.chat import ChatTokenizer
 from medusa_train.data.conversations import (
     CONVERSATIONS_FILE,
@@ -29,36 +23,23 @@ from medusa_train.data.conversations import (
     read_conversations,
     read_manifest,
     split_of,
-    write_dataset,
 )
-from medusa_train.data.convert import import_manifest
-from medusa_train.data.sources import load_conversations_file, truncate_rows
-from medusa_train.distill.merge import merge
-from medusa_train.distill.run import Shard
-from medusa_train.distributed import num_processes, on_main, process_index, wait_for_all
+from medusa_train.data.sources import truncate_rows
 from medusa_train.errors import InputError
-from medusa_train.evaluate.heads_accuracy import add_tree, evaluate_heads
-from medusa_train.evaluate.ranks import RANKS_FILE, read_ranks
-from medusa_train.evaluate.tree import search_tree
-from medusa_train.evaluate.tree_report import CHOICES_FILE, TREE_FILE, remove_tree
-from medusa_train.generation import generate, load_section, make_chat
-from medusa_train.heads.checkpoint import SPEC_FILE, heads_fingerprint, save_tensors
+from medusa_train.evaluate.ranks import RANKS_FILE
+from medusa_train.evaluate.tree_report import CHOICES_FILE, TREE_FILE
+from medusa_train.generation import load_section, make_chat
+from medusa_train.heads.checkpoint import SPEC_FILE, heads_fingerprint
 from medusa_train.hidden_states.cache import MANIFEST_FILE as CACHE_MANIFEST
-from medusa_train.hidden_states.cache import build_cache
 from medusa_train.recipe.deepspeed_block import read_deepspeed, zero_stage
 from medusa_train.recipe.load import LoadedRecipe
-from medusa_train.recipe.schema import DistillSection, HeadsSection, Recipe, TrainSection
+from medusa_train.recipe.schema import HeadsSection, TrainSection
 from medusa_train.run_dir import (
     RunDir,
-    atomic_directory,
     file_fingerprint,
     fingerprint,
-    read_json,
 )
-from medusa_train.train.build import CacheLocation, TrainingData, build_trainer
-from medusa_train.train.checkpoints import last_checkpoint
-
-_ON_ALL_PROCESSES = frozenset({"distill", "hidden-states", "train"})
+from medusa_train.train.build import CacheLocation, TrainingData
 
 # Keys of a recipe that came after runs were fingerprinted without them.
 _LATER_KEYS = frozenset({"hidden_states_dtype", "init_from"})
@@ -281,204 +262,3 @@ def _deciding(section: HeadsSection | TrainSection) -> dict[str, Any]:
         if kept[name] == type(section).model_fields[name].default:
             del kept[name]
     return kept
-
-
-def run_stage(stage: str, workspace: Workspace) -> Mapping[str, Any]:
-    """Run one stage; what it returns is written into the manifest beside its time."""
-    actions: Mapping[str, Callable[[Workspace], Mapping[str, Any]]] = {
-        "data": _import_data,
-        "distill": _distill,
-        "hidden-states": _hidden_states,
-        "train": _train,
-        "accuracy": _accuracy,
-        "tree": _tree,
-    }
-    action = actions[stage]
-    if stage in _ON_ALL_PROCESSES:
-        return action(workspace)
-    return on_main(lambda: action(workspace))
-
-
-def _import_data(workspace: Workspace) -> Mapping[str, Any]:
-    section, chat = workspace.recipe.data, workspace.chat
-    path = Path(section.path or "")
-    rows, report = load_conversations_file(path, chat, strict=section.strict)
-    for line in report.location_lines():
-        warn(line)
-    for text, number in report.notes.items():
-        log(f"{path}: {text}: {number}")
-    manifest = {
-        "base_model": workspace.base.name_or_path,
-        "base_fingerprint": workspace.base.fingerprint,
-        "source": path.name,
-        **import_manifest(rows, report, chat),
-    }
-    count = write_dataset(workspace.run.data, rows, manifest=manifest)
-    return {"num_conversations": count}
-
-
-def _distill(workspace: Workspace) -> Mapping[str, Any]:
-    recipe = workspace.recipe
-    section = recipe.data.distill
-    assert section is not None
-    options: dict[str, Any] = {
-        # A run needs its base model for what follows, so it is loaded once and shared.
-        "load": lambda: workspace.base,
-        "template": workspace.loaded.chat_template(),
-        "kwargs": recipe.data.chat_template_kwargs,
-    }
-    if section.server is None and num_processes() > 1:
-        return _distill_together(workspace, section, options)
-    manifest = on_main(
-        lambda: generate(recipe.base_model, section, output=workspace.run.data, **options)
-    )
-    return {"num_conversations": manifest["num_conversations"]}
-
-
-def _distill_together(
-    workspace: Workspace, section: DistillSection, options: Mapping[str, Any]
-) -> Mapping[str, Any]:
-    """Every process writes its shard; the main one puts them together, to the same bytes."""
-    num, output = num_processes(), workspace.run.data
-    shards = [output / f"shard-{index}-of-{num}" for index in range(num)]
-    others = set(output.glob("shard-*-of-*")) - set(shards)
-    if others:
-        then = min(others).name.rpartition("-")[2]
-        raise InputError(
-            f"{output}: {then} processes have written a part of this data; go on with as many "
-            f"(--devices {then}), or make it again with --from distill"
-        )
-    index = process_index()
-    shard = Shard(index, num)
-    generate(workspace.recipe.base_model, section, output=shards[index], shard=shard, **options)
-    wait_for_all()
-
-    def put_together() -> dict[str, Any]:
-        manifest = merge(shards, output)
-        for directory in shards:
-            shutil.rmtree(directory)
-        return manifest
-
-    manifest = on_main(put_together)
-    return {"num_conversations": manifest["num_conversations"]}
-
-
-def _hidden_states(workspace: Workspace) -> Mapping[str, Any]:
-    data = workspace.data
-    splits = [(data.train, data.train_cache)]
-    if workspace.evaluates_while_training:
-        splits.append((data.eval, data.eval_cache))
-    for rows, cache in splits:
-        assert cache is not None
-        build_cache(
-            workspace.base.model,
-            rows,
-            directory=cache.directory,
-            fingerprint=cache.fingerprint,
-            dtype=workspace.recipe.train.hidden_states_dtype,
-            with_last=workspace.recipe.train.soft_target_weight > 0,
-            process_index=process_index(),
-            num_processes=num_processes(),
-            wait=wait_for_all,
-        )
-    return {}
-
-
-def _train(workspace: Workspace) -> Mapping[str, Any]:
-    run, data = workspace.run, workspace.data
-    if workspace.evaluates_while_training and not data.eval:
-        raise InputError(
-            "train.trainer.eval_strategy: no conversation is held out to evaluate on; raise "
-            "data.eval_fraction, or set eval_strategy to 'no'"
-        )
-    base = workspace.training_base()
-    trainer = build_trainer(
-        workspace.recipe, base=base, data=data, run=run, run_name=workspace.loaded.name
-    )
-    checkpoint = last_checkpoint(run.checkpoints)
-    if checkpoint is not None:
-        log(f"going on from {checkpoint}")
-    trainer.fit(checkpoint)
-    tensors = trainer.whole_tensors()
-
-    def save() -> None:
-        with atomic_directory(run.heads) as temporary:
-            config = trainer.module.heads.config
-            save_tensors(tensors, temporary, config=config, base=trainer.identity)
-            base.tokenizer.save_pretrained(temporary)
-        if not workspace.recipe.train.keep_hidden_states:
-            shutil.rmtree(run.hidden_states, ignore_errors=True)
-
-    on_main(save)
-    # Models that later stages load are not the training's, and are not sharded.
-    unset_hf_deepspeed_config()
-    return {
-        "steps": trainer.state.global_step,
-        "seed": trainer.args.seed,
-        "processes": num_processes(),
-        **_best(trainer.state, workspace.recipe),
-    }
-
-
-def _best(state: TrainerState, recipe: Recipe) -> Mapping[str, Any]:
-    """The checkpoint that was best on the held-out text, if there was evaluation."""
-    if state.best_global_step is None or state.best_metric is None:
-        return {}
-    name = recipe.train.trainer.get("metric_for_best_model", "acceptance_length")
-    return {"best_step": state.best_global_step, f"best_{name}": state.best_metric}
-
-
-def _facts(workspace: Workspace) -> dict[str, str]:
-    """What the head of the report says of the run."""
-    seconds = read_json(workspace.run.manifest)["stages"].get("train", {}).get("seconds")
-    facts = {
-        "recipe": workspace.loaded.name,
-        "trained on": f"{len(workspace.data.train):,} conversations",
-        "device": f"{workspace.base.device}, {torch.get_num_threads()} CPU threads",
-    }
-    return facts if seconds is None else {**facts, "training": format_seconds(seconds)}
-
-
-def _accuracy(workspace: Workspace) -> Mapping[str, Any]:
-    recipe, run = workspace.recipe, workspace.run
-    conversations = workspace.data.eval
-    if not conversations:
-        warn("no conversation is held out (data.eval_fraction), so there is no accuracy report")
-        return {"num_conversations": 0}
-    remove_tree(run.report)
-    facts = _facts(workspace)
-    evaluate_heads(
-        workspace.base,
-        run.heads,
-        conversations=conversations,
-        output=run.report,
-        metrics=run.metrics,
-        facts=facts,
-        **recipe.evaluate.model_dump(exclude={"tree"}),
-    )
-    return {"num_conversations": len(conversations), "facts": facts}
-
-
-def _tree(workspace: Workspace) -> Mapping[str, Any]:
-    section, run = workspace.recipe.evaluate, workspace.run
-    assert section.tree is not None
-    if not (run.report / RANKS_FILE).exists():
-        warn("no conversation is held out (data.eval_fraction), so there is no tree")
-        return {"num_nodes": 0}
-    result = search_tree(
-        read_ranks(run.report / RANKS_FILE),
-        **section.tree.model_dump(),
-        num_bootstrap=section.num_bootstrap,
-        seed=section.seed,
-    )
-    for note in result["notes"]:
-        warn(note)
-    record = read_json(run.manifest)["stages"].get("accuracy", {})
-    add_tree(
-        result,
-        report_directory=run.report,
-        heads_directory=run.heads,
-        metrics=run.metrics,
-        facts=record.get("facts"),
-    )
-    return {"num_nodes": result["num_nodes"]}

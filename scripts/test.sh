@@ -3,11 +3,13 @@
 #
 #   bash scripts/test.sh [ARGUMENTS OF PYTEST]
 #
-# See scripts/setup.sh for the variables PYTHON and TORCH.
+# See scripts/setup.sh for the variables PYTHON and TORCH; PROCESSES is how many run tests (2).
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
 bash scripts/setup.sh dev
 bash scripts/check.sh
 .venv/bin/python scripts/make_demo_model.py
-exec .venv/bin/python -m pytest "$@"
+# Two processes, each with one thread: the tests' models are too small for more.
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
+exec .venv/bin/python -m pytest --numprocesses "${PROCESSES:-2}" --dist loadfile "$@"

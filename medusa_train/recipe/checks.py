@@ -65,20 +65,27 @@ def combined_mistakes(schema: type[BaseModel], value: Mapping[str, Any]) -> Iter
     if isinstance(data.get("distill"), dict):
         yield from _distill_mistakes(data["distill"], data.get("max_length"))
     train = _section(value, "train")
-    if train.get("hidden_states") == "online" and train.get("hidden_states_dtype") == "int8":
-        yield ("train", "hidden_states_dtype"), "is for hidden_states: cached; remove it"
-    if train.get("hidden_states", "cached") == "cached" and data.get("packing") is True:
-        yield ("data", "packing"), "is for train.hidden_states: online; remove it"
+    yield from _hidden_state_mistakes(train, data)
     if schema is Recipe:
         yield from _tree_mistakes(value, data)
     trainer = _section(train, "trainer")
     for name, message in check_trainer(trainer):
         yield ("train", "trainer", name), message
-    quantization = _section(value, "base_model").get("quantization")
-    if quantization is not None and _section(value, "base_model").get("gguf_file") is not None:
+    yield from _device_mistakes(value, trainer)
+
+
+def _hidden_state_mistakes(train: Mapping[str, Any], data: Mapping[str, Any]) -> Iterator[Wrong]:
+    if train.get("hidden_states") == "online" and train.get("hidden_states_dtype") == "int8":
+        yield ("train", "hidden_states_dtype"), "is for hidden_states: cached; remove it"
+    if train.get("hidden_states", "cached") == "cached" and data.get("packing") is True:
+        yield ("data", "packing"), "is for train.hidden_states: online; remove it"
+
+
+def _device_mistakes(value: Mapping[str, Any], trainer: Mapping[str, Any]) -> Iterator[Wrong]:
+    base_model, deepspeed = _section(value, "base_model"), value.get("deepspeed")
+    if base_model.get("quantization") is not None and base_model.get("gguf_file") is not None:
         message = "excludes gguf_file, whose weights are read as they are; set one of them to null"
         yield ("base_model", "quantization"), message
-    deepspeed = value.get("deepspeed")
     if isinstance(deepspeed, dict):
         for name, message in check_deepspeed(deepspeed):
             yield ("deepspeed", name), message
