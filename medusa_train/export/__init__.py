@@ -1,0 +1,1 @@
+"""Heads in the forms that engines load."""
