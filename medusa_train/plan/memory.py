@@ -25,8 +25,6 @@ loss chunk     s · c · R (the logits, then their gradient) + w + the greater o
                quarter being many: (2 · s + 4) · R · D ÷ 4 (``shared``: s · R · D ÷ 4);
                w = s · R · D is a copy of the weight where products are not in its type, without
                which the product needs nothing. Soft targets: s · c · R + 8 · q more
-allocator      on the CPU up to 256 MiB, at most K times chunk and activations: freed blocks that
-               the C library keeps, as measured in a few runs; elsewhere nothing is added
 base forward   b · B · T · (2 · D + 3 · W): the widest moment of one layer; not at the same time as
                this batch's gradients, activations and chunk
 =============  =====================================================================================
@@ -51,8 +49,6 @@ from medusa_train.plan.model_shape import ModelShape
 ZERO_STAGES = (0, 1, 2, 3)
 FP32 = 4
 BF16 = 2
-KEPT_BY_ALLOCATOR = 256 << 20
-"""Of the blocks of tens of MiB that a CPU's steps allocate and free, so much stays in the heap."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +97,6 @@ class Memory:
         hidden_states: a batch of them.
         activations: what a head's backward needs, for all heads.
         loss_chunk: the loss kernel's buffers.
-        allocator: freed blocks that the process keeps.
         base_forward: what one layer of the base needs while it runs; not at the same time as the
             other transient parts.
         cache: mapped hidden states in the page cache; given back when memory is short.
@@ -116,7 +111,6 @@ class Memory:
     hidden_states: int = 0
     activations: int = 0
     loss_chunk: int = 0
-    allocator: int = 0
     base_forward: int = 0
     cache: int = 0
     held_gradients: int = 0
@@ -126,7 +120,6 @@ class Memory:
         """The peak: what is always there, and the greater of the two transient sums."""
         held = self.base_weights + self.heads + self.optimizer + self.gathered + self.cache
         loss = self.gradients + self.hidden_states + self.activations + self.loss_chunk
-        loss += self.allocator
         return held + max(loss, self.held_gradients + self.base_forward)
 
     def as_dict(self) -> dict[str, int]:
@@ -181,9 +174,6 @@ def training_memory(
     arriving = base.dtype_bytes * heads.hidden_size if load.is_online else cached
     rows = load.batch_positions * heads.hidden_size
     kept = FP32 * rows * (2 * heads.num_layers + 1) * heads.num_heads
-    activations = kept + (FP32 + load.compute_bytes) * rows
-    chunk = chunk_bytes(base, heads, load=load)
-    freed = min(KEPT_BY_ALLOCATOR, heads.num_heads * (chunk + activations))
     tokens = load.batch_size * load.row_tokens
     is_mapped = load.is_host and not load.is_online
     return Memory(
@@ -193,9 +183,8 @@ def training_memory(
         optimizer=_divided(trained * (2 + copies), parts[1]),
         gathered=gathered,
         hidden_states=arriving * load.batch_positions + FP32 * rows,
-        activations=activations,
-        loss_chunk=chunk,
-        allocator=freed if load.is_host else 0,
+        activations=kept + (FP32 + load.compute_bytes) * rows,
+        loss_chunk=chunk_bytes(base, heads, load=load),
         base_forward=forward_bytes(base, tokens=tokens) if load.is_online else 0,
         cache=cached * load.cache_positions if is_mapped else 0,
         held_gradients=held_gradients,

@@ -20,7 +20,6 @@ _LABELS = {
     "hidden_states": "hidden states",
     "activations": "activations",
     "loss_chunk": "loss chunk",
-    "allocator": "kept by the allocator",
     "base_forward": "base: one layer",
     "cache": "page cache",
 }
