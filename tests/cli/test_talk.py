@@ -143,7 +143,7 @@ def test_ctrl_c_ends_the_answer_and_not_the_chat(heads: Path) -> None:
 
 def _read_until(terminal: int, wanted: bytes, *, more: int = 0) -> bytes:
     shown = b""
-    end = time.monotonic() + 120
+    end = time.monotonic() + 300
     while wanted not in shown or len(shown.split(wanted, 1)[1]) < more:
         assert time.monotonic() < end, shown
         if select.select([terminal], [], [], 1)[0]:

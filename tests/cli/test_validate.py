@@ -33,7 +33,7 @@ def test_the_shipped_recipes():
     code, stdout, stderr = outcome("medusa-train", "validate", *paths)
     assert (code, stderr) == (0, "")
     assert [line.split(": ok")[0] for line in stdout.splitlines()] == paths
-    assert len(paths) == 8
+    assert len(paths) == 9
 
 
 def test_three_mistakes_are_three_lines(tmp_path):
@@ -90,7 +90,7 @@ def test_an_override():
         (
             ("run", "no.yaml", "--only", "nap"),
             "error: medusa-train run: Invalid value for '--only': 'nap' is not one of "
-            "'data', 'distill', 'hidden-states', 'train', 'accuracy'; "
+            "'data', 'distill', 'hidden-states', 'train', 'accuracy', 'tree'; "
             "see `medusa-train run --help`\n",
         ),
         (

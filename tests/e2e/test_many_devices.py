@@ -73,7 +73,7 @@ def _run_all(directory: Path, runs: list[list[str]], *, num_processes: int) -> N
     path = directory / f"runs-{num_processes}.json"
     path.write_text(json.dumps(runs), encoding="utf-8")
     script = str(Path(__file__).with_name("many_runs.py"))
-    launcher = ["-m", "torch.distributed.run", f"--nproc-per-node={num_processes}"]
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_processes}"]
     launcher = launcher if num_processes > 1 else []
     log = directory / f"log-{num_processes}"
     with log.open("wb") as file:

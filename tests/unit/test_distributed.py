@@ -52,7 +52,15 @@ def test_two_processes(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT, encoding="utf-8")
     subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", script, tmp_path],
+        [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node=2",
+            script,
+            tmp_path,
+        ],
         check=True,
         timeout=120,
         capture_output=True,

@@ -50,7 +50,6 @@ def _module(model: PreTrainedModel) -> HeadsModule:
         heads,
         source=OnlineHiddenStates(model),
         base_config=model.config,
-        base=model,
         lm_head=None,
         head_weights=head_weights(NUM_HEADS, decay=0.8),
         chunk_size=None,
