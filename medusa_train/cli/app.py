@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import importlib.abc
 import importlib.util
+import logging
 import os
 import sys
 import time
@@ -53,7 +54,7 @@ class ErrorGroup(typer.core.TyperGroup):
         **extra: Any,
     ) -> Any:
         """Run the command and exit: 0 done, 1 failed, 2 bad input, 130 interrupted."""
-        keep_stdout_clean()
+        keep_output_clean()
         try:
             code = super().main(args, prog_name, complete_var, False, windows_expand_args, **extra)
         except MedusaTrainError as error:
@@ -70,12 +71,14 @@ class ErrorGroup(typer.core.TyperGroup):
         return code
 
 
-def keep_stdout_clean() -> None:
-    """Let DeepSpeed's log go to stderr: stdout carries results only.
+def keep_output_clean() -> None:
+    """Let DeepSpeed's log go to stderr, since stdout carries results only, and quieten others.
 
     Where it is installed, other libraries import it at moments of their own, and what it logs from
     then on goes to what stdout was at that moment.
     """
+    # It warns, wherever another library imports it, of a kernel that few installations have.
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     if "deepspeed" not in sys.modules and not any(isinstance(f, _ToStderr) for f in sys.meta_path):
         sys.meta_path.insert(0, _ToStderr())
 

@@ -13,14 +13,14 @@ import json
 import sys
 from pathlib import Path
 
-from medusa_train.cli.app import keep_stdout_clean
+from medusa_train.cli.app import keep_output_clean
 from medusa_train.distributed import process_group
 from medusa_train.pipeline import run_pipeline
 from medusa_train.recipe.load import load_recipe
 
 
 def main() -> None:
-    keep_stdout_clean()
+    keep_output_clean()
     runs = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
     with process_group():
         for recipe, *overrides in runs:
