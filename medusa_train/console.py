@@ -33,7 +33,12 @@ def stderr() -> Console:
 
 def is_main_process() -> bool:
     """Whether this process is rank 0 of its job, as torchrun and the launchers tell it."""
-    return os.environ.get("RANK", "0") == "0"
+    return process_index() == 0
+
+
+def process_index() -> int:
+    """The rank of this process; 0 is the main one."""
+    return int(os.environ.get("RANK", "0"))
 
 
 def log(message: str) -> None:

@@ -18,12 +18,9 @@ import torch
 import torch.distributed as dist
 
 from medusa_train.console import is_main_process
-from medusa_train.errors import MedusaTrainError
+from medusa_train.errors import INTERRUPTED, MedusaTrainError
 
 Result = TypeVar("Result")
-
-INTERRUPTED = 130
-"""Exit code after Ctrl-C or SIGTERM."""
 
 PATIENCE = timedelta(days=30)
 """How long a process waits for another one that is at work."""
@@ -47,11 +44,6 @@ class FailedElsewhereError(MedusaTrainError):
 def num_processes() -> int:
     """Processes of this run on all machines."""
     return int(os.environ.get("WORLD_SIZE", "1"))
-
-
-def process_index() -> int:
-    """The rank of this process; 0 is the main one."""
-    return int(os.environ.get("RANK", "0"))
 
 
 def is_launched() -> bool:

@@ -9,6 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+INTERRUPTED = 130
+"""Exit code after Ctrl-C or SIGTERM."""
+
 
 class MedusaTrainError(Exception):
     """A run failed for a known reason (exit code 1)."""

@@ -15,8 +15,8 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from medusa_train.distributed import INTERRUPTED, is_launched
-from medusa_train.errors import MedusaTrainError
+from medusa_train.distributed import is_launched
+from medusa_train.errors import INTERRUPTED, MedusaTrainError
 from medusa_train.recipe.schema import Recipe
 
 SHUTDOWN_SECONDS = 120
@@ -55,7 +55,7 @@ def run_again(arguments: Sequence[str], *, num_processes: int) -> int:
     """
     # What a process has to say it says itself; the agent's own report names no cause.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
-    num_threads = max(1, len(psutil.Process().cpu_affinity() or [0]) // num_processes)
+    num_threads = max(1, torch.get_num_threads() // num_processes)
     os.environ.setdefault("OMP_NUM_THREADS", str(num_threads))
     given = os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT")
     try:

@@ -11,15 +11,13 @@ import torch
 from transformers import TrainerState
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
-from medusa_train.console import format_seconds, log, warn
-from medusa_train.data.conversations import (
-    write_dataset,
-)
+from medusa_train.console import format_seconds, log, process_index, warn
+from medusa_train.data.conversations import MANIFEST_FILE, read_manifest, write_dataset
 from medusa_train.data.convert import import_manifest
 from medusa_train.data.sources import load_conversations_file
 from medusa_train.distill.merge import merge
 from medusa_train.distill.run import Shard
-from medusa_train.distributed import num_processes, on_main, process_index, wait_for_all
+from medusa_train.distributed import num_processes, on_main, wait_for_all
 from medusa_train.errors import InputError
 from medusa_train.evaluate.heads_accuracy import add_tree, evaluate_heads
 from medusa_train.evaluate.ranks import RANKS_FILE, read_ranks
@@ -29,10 +27,7 @@ from medusa_train.generation import generate
 from medusa_train.heads.checkpoint import save_tensors
 from medusa_train.hidden_states.cache import build_cache
 from medusa_train.recipe.schema import DistillSection, Recipe
-from medusa_train.run_dir import (
-    atomic_directory,
-    read_json,
-)
+from medusa_train.run_dir import atomic_directory, read_json
 from medusa_train.stages import Workspace
 from medusa_train.train.build import build_trainer
 from medusa_train.train.checkpoints import last_checkpoint
@@ -107,13 +102,16 @@ def _distill_together(
         )
     index = process_index()
     shard = Shard(index, num)
-    generate(workspace.recipe.base_model, section, output=shards[index], shard=shard, **options)
-    wait_for_all()
+    # A kill may have come between the data set and the end of its shards.
+    is_merged = on_main((output / MANIFEST_FILE).exists)
+    if not is_merged:
+        generate(workspace.recipe.base_model, section, output=shards[index], shard=shard, **options)
+        wait_for_all()
 
     def put_together() -> dict[str, Any]:
-        manifest = merge(shards, output)
+        manifest = read_manifest(output) if is_merged else merge(shards, output)
         for directory in shards:
-            shutil.rmtree(directory)
+            shutil.rmtree(directory, ignore_errors=True)
         return manifest
 
     manifest = on_main(put_together)

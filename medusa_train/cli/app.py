@@ -21,9 +21,8 @@ from typing import Annotated, Any
 import typer
 import typer.core
 
-from medusa_train.errors import MedusaTrainError
+from medusa_train.errors import INTERRUPTED, MedusaTrainError
 
-INTERRUPTED = 130
 WAIT_FOR_MAIN_SECONDS = 15.0
 
 # Typer's own copy of click is private; the base of the one usage error that it exports is all of
@@ -156,7 +155,9 @@ def print_errors(error: MedusaTrainError) -> None:
 
 
 def _rank() -> int:
-    return int(os.environ.get("RANK", "0"))
+    from medusa_train.console import process_index
+
+    return process_index()
 
 
 def _version(wanted: bool) -> None:

@@ -26,7 +26,7 @@ def free_memory(device: torch.device) -> int | None:
     if device.type != "cpu":
         try:
             return torch.accelerator.get_memory_info(device)[0]
-        except (RuntimeError, NotImplementedError):
+        except RuntimeError:
             # Some backends have no such figure.
             return None
     try:

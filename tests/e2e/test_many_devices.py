@@ -259,3 +259,24 @@ def test_nvme_offload_runs_or_says_what_is_missing(tmp_path: Path) -> None:
             "error: deepspeed: offload to nvme needs the library libaio with its headers; install "
             "it (libaio-dev), or offload to the device cpu"
         ]
+
+
+def test_two_processes_generate_the_bytes_of_one(tmp_path: Path) -> None:
+    _recipe(tmp_path)
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("".join(f"Question {n}?\n" for n in range(14)), encoding="utf-8")
+    section = (
+        f"{{prompts: {prompts}, max_prompt_tokens: 64, max_new_tokens: 12, block_size: 4, "
+        "batch_size: 4, loop_ngram: 0}"
+    )
+    written = []
+    for devices in (1, 2):
+        run = tmp_path / f"run-{devices}"
+        options = ["data.path=null", f"data.distill={section}", f"run_dir={run}"]
+        arguments = [option for value in options for option in ("--set", value)]
+        command = ["run", str(tmp_path / "recipe.yaml"), "--only", "distill", *arguments]
+        process = start("train", [*command, "--devices", str(devices)], log=tmp_path / "log")
+        assert process.wait(timeout=120) == 0, (tmp_path / "log").read_text()[-6000:]
+        written.append((run / "data" / "conversations.jsonl").read_bytes())
+        assert not list((run / "data").glob("shard-*"))
+    assert written[0] == written[1]

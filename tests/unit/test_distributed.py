@@ -22,8 +22,9 @@ from tests.training_for_tests import cyclic_rows
 
 SCRIPT = """
 import json, sys
+from medusa_train.console import process_index
 from medusa_train.distributed import (
-    FailedElsewhereError, any_process, on_main, process_group, process_index, wait_for_all
+    FailedElsewhereError, any_process, on_main, process_group, wait_for_all
 )
 from medusa_train.errors import InputError
 
