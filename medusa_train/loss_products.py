@@ -17,6 +17,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from medusa_train.loss_memory import LossMemory, empty
+
 BLOCK_ELEMENTS = 1 << 21
 """Elements that a CPU passes over several times before it goes on: they stay in its cache."""
 
@@ -40,6 +42,7 @@ def add_products(
     *,
     grad_hidden: Tensor | None,
     grad_weight: Tensor | None,
+    memory: LossMemory | None = None,
 ) -> None:
     """Set a chunk's gradient of the hidden states, and add its part to the weight's.
 
@@ -49,6 +52,7 @@ def add_products(
         weight: [V, D].
         grad_hidden: [n, D], is set to ``slopes @ weight``; None where nobody needs it.
         grad_weight: [V, D], has ``slopes.T @ hidden_states`` added; None where nobody needs it.
+        memory: large tensors of an earlier call, used again.
     """
     if slopes.dtype != torch.bfloat16 or slopes.device.type != "cpu":
         if grad_hidden is not None:
@@ -59,7 +63,8 @@ def add_products(
     if grad_hidden is None and grad_weight is None:
         return
     mean = _mean_row(weight)
-    scratch = torch.empty((min(SLICE_ROWS, len(slopes)), slopes.shape[1]), dtype=torch.int16)
+    shape = (min(SLICE_ROWS, len(slopes)), slopes.shape[1])
+    scratch = empty(memory, "magnitudes", shape, like=slopes, dtype=torch.int16)
     for start in range(0, len(slopes), SLICE_ROWS):
         rows = slice(start, start + SLICE_ROWS)
         columns, count = _filled_up(

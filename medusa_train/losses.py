@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
+from medusa_train.loss_memory import LossMemory, empty
 from medusa_train.loss_products import add_products, block_rows, blocks, row_step
 
 IGNORE = -100
@@ -86,6 +87,8 @@ def chunked_cross_entropy(
     compute_dtype: torch.dtype | None = None,
     with_ranks: bool = False,
     num_candidates: int | None = None,
+    memory: LossMemory | None = None,
+    gradient_memory: LossMemory | None = None,
 ) -> HeadLoss:
     """Summed cross-entropy of ``softmax(hidden_states @ weight.T + bias)`` against ``labels``.
 
@@ -102,6 +105,9 @@ def chunked_cross_entropy(
         with_ranks: whether to count, per row, the tokens that come before the true one.
         num_candidates: how many of the V logits, from the first, stand for tokens and have a rank;
             None is all.
+        memory: large tensors of an earlier loss, used again; any heads may share it.
+        gradient_memory: holds the weight's gradient, which the next loss with this object
+            overwrites; only for callers that have dropped the gradient by then.
 
     Returns:
         The loss sum and, if asked for, the ranks.
@@ -120,6 +126,8 @@ def chunked_cross_entropy(
         chunk_size or default_chunk_size(weight.shape[0]),
         compute_dtype or hidden_states.dtype,
         (num_candidates or weight.shape[0]) if with_ranks else 0,
+        memory,
+        gradient_memory,
     )
     return HeadLoss(loss_sum, ranks)
 
@@ -161,11 +169,13 @@ class _ChunkedCrossEntropy(Function):
         chunk_size: int,
         compute_dtype: torch.dtype,
         num_ranked: int,
+        memory: LossMemory | None,
+        gradient_memory: LossMemory | None,
     ) -> tuple[Tensor, Tensor]:
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         accumulate = torch.float64 if hidden_states.dtype == torch.float64 else torch.float32
         x = hidden_states.detach().to(compute_dtype)
-        w = weight.detach().to(compute_dtype)
+        w = _cast(weight.detach(), compute_dtype, memory)
         (num_rows, _), vocab_size = x.shape, w.shape[0]
         step = row_step(chunk_size, device=x.device)
         num_padded = -(-num_rows // step) * step
@@ -173,16 +183,19 @@ class _ChunkedCrossEntropy(Function):
         x = torch.nn.functional.pad(x, (0, 0, 0, num_padded - num_rows))
         size = min(chunk_size // step * step, max(num_padded, 1))
         grad_hidden = torch.zeros_like(x, dtype=accumulate) if needs_hidden else None
-        grad_weight = torch.zeros_like(w, dtype=accumulate) if needs_weight else None
+        grad_weight = None
+        if needs_weight:
+            grad_weight = empty(gradient_memory, "gradient", w.shape, like=w, dtype=accumulate)
+            grad_weight.zero_()
         grad_bias = w.new_zeros(vocab_size, dtype=accumulate) if needs_bias else None
         loss_sum = x.new_zeros((), dtype=accumulate)
         ranks: list[Tensor] = []
-        # One buffer for all chunks: a fresh one a chunk costs more in page faults than its softmax.
-        buffer = x.new_empty((size, vocab_size))
+        buffer = empty(memory, "logits", (size, vocab_size), like=x, dtype=x.dtype)
         targets = None
         if teacher is not None:
             assert teacher_states is not None
-            targets = _SoftTargets(teacher, teacher_states, torch.empty_like(buffer))
+            teacher_buffer = empty(memory, "teacher", buffer.shape, like=x, dtype=x.dtype)
+            targets = _SoftTargets(teacher, teacher_states, teacher_buffer)
         for start in range(0, num_rows, size):
             rows = slice(start, min(start + size, num_padded))
             own = slice(start, min(rows.stop, num_rows))
@@ -199,6 +212,7 @@ class _ChunkedCrossEntropy(Function):
                 ranks=ranks,
                 num_ranked=num_ranked,
                 dtype=accumulate,
+                memory=memory,
             )
             add_products(
                 logits,
@@ -206,6 +220,7 @@ class _ChunkedCrossEntropy(Function):
                 w,
                 grad_hidden=None if grad_hidden is None else grad_hidden[rows],
                 grad_weight=grad_weight,
+                memory=memory,
             )
         grad_hidden = None if grad_hidden is None else grad_hidden[:num_rows]
         ctx.save_for_backward(grad_hidden, grad_weight, grad_bias)
@@ -223,7 +238,13 @@ class _ChunkedCrossEntropy(Function):
             None if saved is None else saved.mul_(scale).to(dtype)
             for saved, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
         ]
-        return (*scaled, *[None] * 6)
+        return (*scaled, *[None] * 8)
+
+
+def _cast(weight: Tensor, dtype: torch.dtype, memory: LossMemory | None) -> Tensor:
+    if weight.dtype == dtype:
+        return weight
+    return empty(memory, "weight", weight.shape, like=weight, dtype=dtype).copy_(weight)
 
 
 class _SoftTargets:
@@ -259,6 +280,7 @@ def _logits_to_gradient(
     ranks: list[Tensor],
     num_ranked: int,
     dtype: torch.dtype,
+    memory: LossMemory | None,
 ) -> Tensor:
     """Turn logits [n, V] in place into their gradient; return the summed cross-entropy [].
 
@@ -269,7 +291,7 @@ def _logits_to_gradient(
     soft_share = 0.0 if targets is None else targets.share
     step = block_rows(logits)
     # Fresh memory for each block would cost more in page faults than the softmax itself.
-    buffers = logits.new_empty((2, step, logits.shape[1]), dtype=dtype)
+    buffers = empty(memory, "blocks", (2, step, logits.shape[1]), like=logits, dtype=dtype)
     for rows in blocks(logits):
         values, gradient = buffers[:, : rows.stop - rows.start]
         values.copy_(logits[rows])

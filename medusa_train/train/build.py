@@ -114,6 +114,8 @@ def build_trainer(
         compute_dtype=compute_dtype(recipe.train.compute_dtype, args.device),
         num_candidates=num_candidate_rows(heads, base.num_tokens),
         teacher=_teacher(recipe, base, heads),
+        # Other devices have an allocator that does this; DeepSpeed keeps gradients of its own.
+        keeps_memory=args.device.type == "cpu" and args.deepspeed is None,
     )
     callbacks: list[TrainerCallback] = [
         MetricsFile(run.metrics),

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from medusa_train.heads.model import MedusaHeads
 from medusa_train.hidden_states.online import HiddenStateSource
+from medusa_train.loss_memory import LossMemory
 from medusa_train.losses import IGNORE, Teacher, chunked_cross_entropy, label_offset
 from medusa_train.metrics import HeadCounts, hits_from_ranks
 
@@ -49,6 +50,7 @@ class HeadObjective(nn.Module):
         self.teacher = teacher
         self.chunk_size = chunk_size
         self.num_candidates = num_candidates
+        self.gradient_memory = LossMemory()
 
     def forward(
         self,
@@ -59,12 +61,15 @@ class HeadObjective(nn.Module):
         lm_head: tuple[Tensor, Tensor | None] | None,
         with_ranks: bool,
         compute_dtype: torch.dtype,
+        memory: LossMemory | None,
     ) -> tuple[Tensor, Tensor]:
         """The summed loss [] of ``states`` [N, D] against rows ``labels`` [N], and the ranks."""
         lm_head_weight, lm_head_bias = (None, None) if lm_head is None else lm_head
         weight, bias = self.heads.output_weight(
             self.head, lm_head_weight=lm_head_weight, lm_head_bias=lm_head_bias
         )
+        # A gradient that is still there (accumulation) must not be overwritten.
+        has_gradient = weight.grad is not None
         result = chunked_cross_entropy(
             self.heads.trunk(states, head=self.head),
             weight,
@@ -76,6 +81,8 @@ class HeadObjective(nn.Module):
             compute_dtype=compute_dtype,
             with_ranks=with_ranks,
             num_candidates=self.num_candidates,
+            memory=memory,
+            gradient_memory=None if memory is None or has_gradient else self.gradient_memory,
         )
         return result.loss_sum, result.ranks
 
@@ -94,6 +101,8 @@ class HeadsModule(nn.Module):
         num_candidates: how many of a head's logits stand for tokens, so that they have a rank.
         teacher: gives soft targets from the base's own states; then the rows of a batch hold every
             source position of a span, one after another, its last one included.
+        keeps_memory: keep the large tensors of the loss for the next step. The gradient of a head's
+            projection is then overwritten by the next step's, once it has been dropped.
     """
 
     _no_split_modules = ("HeadObjective",)
@@ -115,8 +124,10 @@ class HeadsModule(nn.Module):
         compute_dtype: torch.dtype,
         num_candidates: int,
         teacher: Teacher | None = None,
+        keeps_memory: bool = False,
     ) -> None:
         super().__init__()
+        self.memory = LossMemory() if keeps_memory else None
         object.__setattr__(self, "heads", heads)  # their parameters are the objectives'
         self.config = base_config
         self.source = source
@@ -186,6 +197,7 @@ class HeadsModule(nn.Module):
                     lm_head=lm_head,
                     with_ranks=with_ranks,
                     compute_dtype=compute_dtype or self.compute_dtype,
+                    memory=self.memory,
                 )
                 share = self.head_weights[k] / num_pairs[k].clamp(min=1)
                 loss = loss + loss_sum * share.to(loss_sum.dtype)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from medusa_train.loss_memory import LossMemory
 from medusa_train.loss_products import SLICE_ROWS, SMALLEST, add_products, large_columns
 from medusa_train.losses import (
     CHUNK_ELEMENTS,
@@ -130,6 +131,42 @@ def test_soft_targets_of_the_whole_block_equal_those_of_parts(
     monkeypatch.setattr("medusa_train.loss_products.BLOCK_ELEMENTS", 23)
     for ours, theirs in zip(gradients(), whole, strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-12, rtol=1e-12)
+
+
+@pytest.mark.parametrize("compute_dtype", [torch.float32, torch.bfloat16])
+def test_kept_memory_changes_no_loss_and_no_gradient(compute_dtype: torch.dtype) -> None:
+    torch.manual_seed(4)
+    memory, gradients = LossMemory(), LossMemory()
+    addresses = set()
+    weights = [torch.randn(300, 16) for _ in range(2)]
+
+    def gradients_of(
+        x: Tensor, weight: Tensor, labels: Tensor, *, kept: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        w, h = weight.clone().requires_grad_(), x.clone().requires_grad_()
+        loss = chunked_cross_entropy(
+            h,
+            w,
+            labels=labels,
+            chunk_size=32,
+            compute_dtype=compute_dtype,
+            memory=memory if kept else None,
+            gradient_memory=gradients if kept else None,
+        ).loss_sum
+        (2 * loss).backward()  # type: ignore[no-untyped-call]
+        assert w.grad is not None
+        assert h.grad is not None
+        if kept:
+            addresses.add(w.grad.data_ptr())
+        return loss.detach(), w.grad.clone(), h.grad
+
+    for num_rows in (50, 20, 70):
+        for weight in weights:
+            x, labels = torch.randn(num_rows, 16), torch.randint(0, 300, (num_rows,))
+            plain = gradients_of(x, weight, labels, kept=False)
+            for one, other in zip(plain, gradients_of(x, weight, labels, kept=True), strict=True):
+                assert torch.equal(one, other)
+    assert len(addresses) == 1
 
 
 def test_frozen_weight_gets_no_gradient() -> None:
