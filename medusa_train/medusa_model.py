@@ -33,16 +33,27 @@ class MedusaModel:
         base: the base model.
         heads: of this base.
         tree: the candidates of each step; None for the top-1 chain of all heads.
+        compiled: compile the step with ``torch.compile``: a minute or two at the first one, then
+            faster; the weights must not change any more.
 
     Raises:
         InputError: decoding with heads cannot be exact on this model, or the tree does not fit.
     """
 
-    def __init__(self, base: BaseModel, heads: MedusaHeads, *, tree: Tree | None = None) -> None:
+    def __init__(
+        self,
+        base: BaseModel,
+        heads: MedusaHeads,
+        *,
+        tree: Tree | None = None,
+        compiled: bool = False,
+    ) -> None:
         self.base = base
         self.heads = heads
         self.tree = tree or Tree.chain(heads.config.num_heads)
-        self._generator = Generator(base.model, heads, num_tokens=base.num_tokens)
+        self._generator = Generator(
+            base.model, heads, num_tokens=base.num_tokens, compiled=compiled
+        )
         assert self._generator.heads is not None
         self._generator.heads.check_fits(self.tree)
 
@@ -57,6 +68,7 @@ class MedusaModel:
         trust_remote_code: bool = False,
         device: torch.device | str | None = None,
         tree: Tree | Paths | None = None,
+        compiled: bool = False,
     ) -> MedusaModel:
         """Load heads and the base model that they name.
 
@@ -69,6 +81,7 @@ class MedusaModel:
             trust_remote_code: run code that comes with the base model.
             device: None is accelerate's choice.
             tree: None for ``medusa_choices.json`` beside the heads, else the top-1 chain.
+            compiled: compile the step with ``torch.compile``.
 
         Raises:
             InputError: no such heads or base, another base, or a tree that does not fit.
@@ -97,7 +110,8 @@ class MedusaModel:
         if tree is None:
             choices = directory / CHOICES_FILE
             tree = read_tree(choices) if choices.exists() else None
-        return cls(base, loaded, tree=None if tree is None else _as_tree(tree, where="tree"))
+        chosen = None if tree is None else _as_tree(tree, where="tree")
+        return cls(base, loaded, tree=chosen, compiled=compiled)
 
     @property
     def device(self) -> torch.device:

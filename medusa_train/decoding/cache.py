@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,6 +22,9 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from medusa_train.errors import InputError
 
 FULL, SLIDING = "full_attention", "sliding_attention"
+
+ROOM = 256
+"""The columns of a layer's storage are a multiple of this."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,19 +93,88 @@ def cache_plan(model: PreTrainedModel) -> CachePlan:
     return CachePlan(kinds, len(layers), next(iter(windows), None))
 
 
-def new_cache(
-    model: PreTrainedModel, plan: CachePlan, *, num_rows: int, offloading: bool = False
-) -> Cache:
+class GrowingLayer(DynamicLayer):
+    """A layer of the library whose keys and values have room behind them.
+
+    The library's own layer copies everything it has with each step. Here ``keys`` and ``values``
+    [B, Hkv, S, D] are the first columns of a storage of a multiple of
+    :data:`ROOM` columns.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._storage: tuple[Tensor, Tensor] | None = None
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Write the new columns [B, Hkv, T, D] behind the others; returns all of them."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+            self.keys, self.values = key_states[:, :, :0], value_states[:, :, :0]
+        length = self.get_seq_length()
+        end = length + key_states.shape[2]
+        keys, values = self.reserve(key_states.shape[2])
+        keys[:, :, length:end] = key_states
+        values[:, :, length:end] = value_states
+        self.show(end)
+        assert self.keys is not None
+        assert self.values is not None
+        return self.keys, self.values
+
+    def reserve(self, num_columns: int) -> tuple[Tensor, Tensor]:
+        """The storage of keys and values, with room for some columns more."""
+        assert self.keys is not None
+        assert self.values is not None
+        end = self.get_seq_length() + num_columns
+        if self._storage is None or end > self._storage[0].shape[2]:
+            capacity = -(-end // ROOM) * ROOM
+            self._storage = _grown(self.keys, capacity), _grown(self.values, capacity)
+        return self._storage
+
+    def show(self, length: int) -> None:
+        """Let the layer have this many columns of its storage."""
+        assert self._storage is not None
+        self.keys, self.values = (stored[:, :, :length] for stored in self._storage)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep some rows."""
+        super().batch_select_indices(indices)
+        # They were copied, and without room.
+        self._storage = None
+
+    def reset(self) -> None:
+        """Forget everything."""
+        super().reset()
+        self._storage = None
+
+
+def _grown(stored: Tensor, capacity: int) -> Tensor:
+    """The columns [B, Hkv, S, D] with room behind them: zeros, since masked is not unread."""
+    grown = stored.new_zeros(stored.shape[0], stored.shape[1], capacity, stored.shape[3])
+    grown[:, :, : stored.shape[2]] = stored
+    return grown
+
+
+def new_cache(model: PreTrainedModel, *, num_rows: int, offloading: bool = False) -> Cache:
     """An empty cache for ``num_rows`` rows.
 
     A sliding layer keeps the last columns of all rows together. Where rows accept different numbers
     of tokens those are not the last positions of each, so in a batch every layer keeps all columns
     and the window is a matter of the mask alone.
     """
-    if num_rows > 1 and plan.window is not None:
-        layers = [DynamicLayer() for _ in range(plan.num_layers)]
-        return Cache(layers=[*layers], offloading=offloading)
-    return DynamicCache(config=model.config.get_text_config(decoder=True), offloading=offloading)
+    config = model.config.get_text_config(decoder=True)
+    if offloading:
+        # The library moves what a layer has from device to device.
+        layers = DynamicCache(config=config).layers
+        if num_rows > 1:
+            layers = [DynamicLayer() for _ in layers]
+        return Cache(layers=layers, offloading=True)
+    cache = DynamicCache(config=config)
+    for index, layer in enumerate(cache.layers):
+        if num_rows > 1 or type(layer) is DynamicLayer:
+            cache.layers[index] = GrowingLayer()
+    return cache
 
 
 def keep_accepted(cache: Cache, *, sources: Tensor, targets: Tensor, num_dropped: int) -> None:

@@ -32,16 +32,25 @@ class CandidateHeads:
         self.heads = heads.to(device=weight.device, dtype=self.dtype)
         self.num_heads = heads.config.num_heads
         self.num_rows = num_candidate_rows(heads, num_tokens)
+        self.is_shared = heads.config.layout == "shared"
         self.projections: list[tuple[Tensor, Tensor | None]] = []
-        for head in range(self.num_heads):
-            if head and heads.config.layout == "shared":
-                self.projections.append(self.projections[0])
-                continue
+        for head in range(1 if self.is_shared else self.num_heads):
             own, shift = heads.output_weight(head, lm_head_weight=weight, lm_head_bias=bias)
             rows = own[: self.num_rows].to(self.dtype)
             self.projections.append(
                 (rows, None if shift is None else shift[: self.num_rows].to(self.dtype))
             )
+        self.blocks = [self._stacked(layer) for layer in range(heads.config.num_layers)]
+
+    @torch.no_grad()
+    def _stacked(self, layer: int) -> tuple[Tensor, Tensor]:
+        """One layer of ResBlocks: all heads' matrices [K, D, D] and biases [K, 1, D]."""
+        linears = [self.heads.block(head, layer=layer).linear for head in range(self.num_heads)]
+        weights = torch.stack([linear.weight for linear in linears])
+        for linear, weight in zip(linears, weights, strict=True):
+            # The heads keep no second copy.
+            linear.weight.data = weight
+        return weights, torch.stack([linear.bias.detach() for linear in linears])[:, None]
 
     def check_fits(self, tree: Tree) -> None:
         """Refuse a tree that is deeper than there are heads, or wider than their tokens.
@@ -56,16 +65,30 @@ class CandidateHeads:
 
     def propose(self, states: Tensor, tree: Tree) -> Tensor:
         """[B, N - 1] a token for each node but the root, from hidden states [B, D]."""
-        states = states.to(self.dtype)
+        if not tree.depth:
+            return torch.zeros(len(states), 0, dtype=torch.long, device=states.device)
         tokens = []
-        for head in range(tree.depth):
+        for head, logits in enumerate(self._logits(states.to(self.dtype), tree.depth)):
             ranks = tree.ranks[tree.depths == head + 1].to(states.device)
-            weight, bias = self.projections[head]
-            logits = F.linear(self.heads.trunk(states, head=head), weight, bias)
             rows = top_rows(logits, int(ranks.max()) + 1)
             # Nodes are sorted by depth, so those of one head are side by side.
             tokens.append(self.heads.rows_to_tokens(rows)[:, ranks])
-        return torch.cat(tokens, dim=1) if tokens else states.new_zeros(len(states), 0).long()
+        return torch.cat(tokens, dim=1)
+
+    def _logits(self, states: Tensor, num_heads: int) -> list[Tensor]:
+        """[B, V] of each of the first heads: one product for all ResBlocks of a layer."""
+        trunks = states.expand(num_heads, -1, -1)
+        for weights, biases in self.blocks:
+            trunks = trunks + F.silu(
+                torch.baddbmm(biases[:num_heads], trunks, weights[:num_heads].mT)
+            )
+        if self.is_shared:
+            logits = F.linear(trunks.flatten(0, 1), *self.projections[0])
+            return list(logits.unflatten(0, (num_heads, -1)))
+        return [
+            F.linear(trunk, *projection)
+            for trunk, projection in zip(trunks, self.projections[:num_heads], strict=True)
+        ]
 
 
 def top_rows(logits: Tensor, count: int) -> Tensor:

@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from medusa_train.decoding.acceptance import Typical, matching_child, typical_node
 from medusa_train.decoding.cache import CachePlan, keep_accepted, new_cache
 from medusa_train.decoding.candidates import CandidateHeads
 from medusa_train.decoding.masks import TreeMasks
+from medusa_train.decoding.passes import Passes
 from medusa_train.decoding.processed import Processors
 from medusa_train.decoding.statistics import Statistics
 from medusa_train.decoding.texts import Texts
@@ -50,7 +50,7 @@ class Decoding:
     """One call.
 
     Args:
-        model: the base model.
+        passes: run the base model.
         plan: how its layers attend.
         heads: they propose; None only with a tree that is its root alone.
         tree: the candidates of each step.
@@ -64,7 +64,7 @@ class Decoding:
 
     def __init__(
         self,
-        model: PreTrainedModel,
+        passes: Passes,
         plan: CachePlan,
         *,
         heads: CandidateHeads | None,
@@ -76,7 +76,8 @@ class Decoding:
         typical: Typical | None,
         offloading: bool = False,
     ) -> None:
-        self.model = model
+        self.passes = passes
+        model = passes.model
         self.heads = heads
         self.tree = tree
         self.texts = texts
@@ -90,13 +91,12 @@ class Decoding:
         for node, parent in enumerate(self.parents[1:], start=1):
             self.children[parent].append(node)
         num_rows = len(texts.lengths)
-        self.cache = new_cache(model, plan, num_rows=num_rows, offloading=offloading)
+        self.cache = new_cache(model, num_rows=num_rows, offloading=offloading)
         self.rows = list(range(num_rows))
         self.starts = starts.to(device)
         # Columns of the cache.
         self.cached = texts.lengths[0]
         self.statistics = Statistics([[] for _ in self.rows])
-        self._lm_head_input: Tensor | None = None
 
     def run(self, input_ids: Tensor, **inputs: Any) -> Statistics:
         """Decode to the end.
@@ -105,9 +105,8 @@ class Decoding:
             input_ids: [B, P] the prompts.
             **inputs: what else the model's forward pass over the prompts takes.
         """
-        hook = self.model.get_output_embeddings().register_forward_pre_hook(self._see)
         begin = time.perf_counter()
-        try:
+        with self.passes.ready(num_tokens=len(self.rows) * len(self.parents)):
             logits, states = self._prefill(input_ids, **inputs)
             tokens: list[int] = self._draw(logits, [0] * len(self.rows), step=None).tolist()
             middle = time.perf_counter()
@@ -115,24 +114,11 @@ class Decoding:
             while self.rows:
                 tokens, states = self._step(tokens, states)
             self.statistics.decode_seconds = time.perf_counter() - middle
-        finally:
-            hook.remove()
-            self._lm_head_input = None
         return self.statistics
-
-    def _see(self, _module: Any, arguments: tuple[Tensor, ...]) -> None:
-        self._lm_head_input = arguments[0]
-
-    def _forward(self, **inputs: Any) -> tuple[Tensor, Tensor]:
-        """Logits and the input of ``lm_head``, of the kept positions."""
-        logits: Tensor = self.model(**inputs, use_cache=True, return_dict=True).logits
-        states = self._lm_head_input
-        assert states is not None, "the model's logits do not come from its output embedding"
-        return logits, states
 
     def _prefill(self, input_ids: Tensor, **inputs: Any) -> tuple[Tensor, Tensor]:
         """[B, V] logits and [B, D] states of the last prompt tokens, which all rows have last."""
-        prepare: Any = self.model.prepare_inputs_for_generation
+        prepare: Any = self.passes.model.prepare_inputs_for_generation
         prepared = prepare(
             input_ids,
             is_first_iteration=True,
@@ -142,7 +128,7 @@ class Decoding:
             **inputs,
         )
         prepared.pop("use_cache", None)
-        logits, states = self._forward(**prepared)
+        logits, states = self.passes(**prepared)
         self.cache.activate_past_recording()
         # A copy: with a view the whole prompt's states would stay.
         return logits[:, -1], states[:, -1].clone()
@@ -179,11 +165,11 @@ class Decoding:
         if self.texts.max_length is not None:
             # Nodes beyond the last token are never reached; tables of positions end there.
             positions = torch.minimum(positions, (self.texts.max_length - 1 - self.starts)[:, None])
-        logits, states = self._forward(
+        logits, states = self.passes.over_tree(
+            self.cache,
             input_ids=tokens,
             position_ids=positions,
             attention_mask=self.masks.masks(self.cache, starts=self.starts, lengths=lengths),
-            cache=self.cache,
         )
         self.statistics.num_passes += 1
         num = len(self.rows)

@@ -28,6 +28,7 @@ from medusa_train.decoding.acceptance import Typical
 from medusa_train.decoding.cache import cache_plan
 from medusa_train.decoding.candidates import CandidateHeads
 from medusa_train.decoding.decoder import Decoding
+from medusa_train.decoding.passes import CompiledPasses, Passes
 from medusa_train.decoding.processed import Processors
 from medusa_train.decoding.statistics import Statistics
 from medusa_train.decoding.texts import Texts
@@ -60,15 +61,23 @@ class Generator:
         model: the base model.
         heads: of this base, or None for the plain loop (a tree of its root alone).
         num_tokens: the ids of the tokenizer; greater ones are never proposed.
+        compiled: compile the pass over a tree: a minute or two at its first step, then faster; the
+            model's weights must not change any more.
 
     Raises:
         InputError: decoding with heads cannot be exact on this model; it is named.
     """
 
     def __init__(
-        self, model: PreTrainedModel, heads: MedusaHeads | None, *, num_tokens: int
+        self,
+        model: PreTrainedModel,
+        heads: MedusaHeads | None,
+        *,
+        num_tokens: int,
+        compiled: bool = False,
     ) -> None:
         self.model = model
+        self.passes = CompiledPasses(model) if compiled else Passes(model)
         self.plan = cache_plan(model)
         self.heads = None
         if heads is not None:
@@ -131,7 +140,7 @@ class Generator:
                 input_ids.to(self.model.device), criteria=stopping_criteria, streamer=streamer
             )
             decoding = Decoding(
-                self.model,
+                self.passes,
                 self.plan,
                 heads=self.heads,
                 tree=tree,

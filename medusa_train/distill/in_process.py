@@ -16,8 +16,8 @@ from typing import Any, Literal
 import torch
 from transformers import PreTrainedModel
 
+from medusa_train.base_model.packed_linear import packed_linears
 from medusa_train.distill.attention import attention_plan
-from medusa_train.distill.packed_linear import packed_linears
 from medusa_train.distill.sampling import Sampler, Sampling
 from medusa_train.distill.slot_attention import group_rows, grouped, slot_attention
 from medusa_train.distill.slot_cache import SlotCache

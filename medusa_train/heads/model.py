@@ -93,6 +93,10 @@ class MedusaHeads(nn.ModuleList):
             hidden_states = layer(hidden_states)
         return hidden_states
 
+    def block(self, head: int, *, layer: int) -> ResBlock:
+        """A ResBlock; head and layer from 0."""
+        return cast("ResBlock", self._head(head)[layer])
+
     def output_weight(
         self, head: int, *, lm_head_weight: Tensor | None, lm_head_bias: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:

@@ -5,9 +5,9 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from medusa_train.base_model.packed_linear import packed_linears
 from medusa_train.distill import filters
 from medusa_train.distill.in_process import InProcessEngine
-from medusa_train.distill.packed_linear import packed_linears
 from medusa_train.distill.sampling import Sampling, greedy, inverse_cdf
 from medusa_train.distill.settings import DistillSettings
 from medusa_train.distill.slot_attention import group_rows

@@ -31,7 +31,7 @@ def masks_of(model: PreTrainedModel, plan: CachePlan) -> TreeMasks:
 def test_a_node_sees_its_text_and_its_ancestors(architecture: str, num_cached: int) -> None:
     model = make_model(architecture)
     plan = cache_plan(model)
-    cache = new_cache(model, plan, num_rows=1)
+    cache = new_cache(model, num_rows=1)
     model(torch.randint(0, 64, (1, num_cached)), cache=cache, use_cache=True)
     starts = torch.tensor([2])
     found = masks_of(model, plan).masks(cache, starts=starts, lengths=torch.tensor([num_cached]))
@@ -71,7 +71,7 @@ def test_rows_that_keep_different_nodes(architecture: str, num_rows: int) -> Non
     # Of the second row only the root is kept.
     paths = [[0, TREE.index[0,], TREE.index[0, 2]], [0]][:num_rows]
     lengths = [20] * num_rows
-    cache = new_cache(model, plan, num_rows=num_rows)
+    cache = new_cache(model, num_rows=num_rows)
     cached = 20
     model(text, cache=cache, use_cache=True)
     cache.activate_past_recording()
@@ -109,7 +109,7 @@ def test_rows_that_keep_different_nodes(architecture: str, num_rows: int) -> Non
 
 def test_a_sliding_layer_keeps_its_window_alone() -> None:
     model = make_model("mistral")
-    cache = new_cache(model, cache_plan(model), num_rows=1)
+    cache = new_cache(model, num_rows=1)
     model(torch.randint(0, 64, (1, 40)), cache=cache, use_cache=True)
     assert cache.layers[0].keys.shape[2] == 15
     assert cache_plan(model).layers == {SLIDING: 0}
