@@ -153,7 +153,7 @@ def test_kept_memory_changes_no_loss_and_no_gradient(compute_dtype: torch.dtype)
             memory=memory if kept else None,
             gradient_memory=gradients if kept else None,
         ).loss_sum
-        (2 * loss).backward()  # type: ignore[no-untyped-call]
+        (2 * loss).backward()
         assert w.grad is not None
         assert h.grad is not None
         if kept:
