@@ -189,6 +189,10 @@ Seed = Annotated[int | None, typer.Option(min=0, help="Seed of sampling.")]
 IsTypical = Annotated[
     bool, typer.Option("--typical", help="Typical acceptance: faster, another distribution.")
 ]
+IsCompiled = Annotated[
+    bool,
+    typer.Option("--compile", help="Compile the step: faster after a minute or two at the start."),
+]
 
 
 @app.command("generate")
@@ -205,6 +209,7 @@ def generate(
     top_p: TopP = 1.0,
     top_k: TopK = 0,
     typical: IsTypical = False,
+    compiled: IsCompiled = False,
     seed: Seed = None,
     as_json: Json = False,
 ) -> None:
@@ -213,7 +218,7 @@ def generate(
 
     options = _answer_options(max_new_tokens, temperature, top_p, top_k, typical)
     text = sys.stdin.read() if prompt == "-" else prompt
-    model, template = _load(heads, base_model, dtype, tree, chat_template, seed)
+    model, template = _load(heads, base_model, dtype, tree, chat_template, seed, compiled)
     write(model, text, options=options, raw=raw, chat_template=template, as_json=as_json)
 
 
@@ -230,6 +235,7 @@ def chat(
     top_p: TopP = 1.0,
     top_k: TopK = 0,
     typical: IsTypical = False,
+    compiled: IsCompiled = False,
     seed: Seed = None,
     as_json: Json = False,
 ) -> None:
@@ -237,7 +243,7 @@ def chat(
     from medusa_train.cli.talk import chat as talk
 
     options = _answer_options(max_new_tokens, temperature, top_p, top_k, typical)
-    model, template = _load(heads, base_model, dtype, tree, chat_template, seed)
+    model, template = _load(heads, base_model, dtype, tree, chat_template, seed, compiled)
     talk(model, options=options, chat_template=template, system=system, as_json=as_json)
 
 
@@ -267,6 +273,7 @@ def _load(
     tree: Path | None,
     chat_template: str | None,
     seed: int | None,
+    compiled: bool,
 ) -> tuple[Any, str | None]:
     """The model with its heads, and the chat template's text."""
     import torch
@@ -276,7 +283,9 @@ def _load(
 
     template = read_chat_template(chat_template)
     paths = None if tree is None else read_tree(tree)
-    model = MedusaModel.from_pretrained(heads, base_model, dtype=dtype.value, tree=paths)
+    model = MedusaModel.from_pretrained(
+        heads, base_model, dtype=dtype.value, tree=paths, compiled=compiled
+    )
     if seed is not None:
         torch.manual_seed(seed)
     return model, template
