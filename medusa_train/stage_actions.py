@@ -11,6 +11,7 @@ import torch
 from transformers import TrainerState
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
+from medusa_train.base_model.load import load_dtype
 from medusa_train.console import format_seconds, log, process_index, warn
 from medusa_train.data.conversations import MANIFEST_FILE, read_manifest, write_dataset
 from medusa_train.data.convert import import_manifest
@@ -24,13 +25,16 @@ from medusa_train.evaluate.ranks import RANKS_FILE, read_ranks
 from medusa_train.evaluate.tree import search_tree
 from medusa_train.evaluate.tree_report import remove_tree
 from medusa_train.generation import generate
-from medusa_train.heads.checkpoint import save_tensors
+from medusa_train.heads.checkpoint import load_heads, read_spec, save_tensors
 from medusa_train.hidden_states.cache import build_cache
+from medusa_train.medusa_model import MedusaModel
 from medusa_train.recipe.schema import DistillSection, Recipe
 from medusa_train.run_dir import atomic_directory, read_json
 from medusa_train.stages import Workspace
+from medusa_train.step_latency import step_kind, step_latency
 from medusa_train.train.build import build_trainer
 from medusa_train.train.checkpoints import last_checkpoint
+from medusa_train.tree.latency import LatencyCurve
 
 _ON_ALL_PROCESSES = frozenset({"distill", "hidden-states", "train"})
 
@@ -222,7 +226,8 @@ def _tree(workspace: Workspace) -> Mapping[str, Any]:
         return {"num_nodes": 0}
     result = search_tree(
         read_ranks(run.report / RANKS_FILE),
-        **section.tree.model_dump(),
+        **section.tree.model_dump(exclude={"for_this_device"}),
+        latency=_latency(workspace) if section.tree.for_this_device else None,
         num_bootstrap=section.num_bootstrap,
         seed=section.seed,
     )
@@ -237,3 +242,29 @@ def _tree(workspace: Workspace) -> Mapping[str, Any]:
         facts=record.get("facts"),
     )
     return {"num_nodes": result["num_nodes"]}
+
+
+def _latency(workspace: Workspace) -> LatencyCurve:
+    """How long the steps of this run's heads take on this device."""
+    section, heads = workspace.recipe.base_model, workspace.run.heads
+    tree = workspace.recipe.evaluate.tree
+    assert tree is not None
+    config, identity = read_spec(heads)
+    dtype = load_dtype(section.name_or_path, dtype=section.dtype, revision=section.revision)
+
+    def load() -> MedusaModel:
+        base = workspace.base
+        loaded, _ = load_heads(heads, base_fingerprint=base.fingerprint, device=base.device)
+        return MedusaModel(base, loaded)
+
+    return step_latency(
+        load,
+        kind=step_kind(
+            config,
+            base_fingerprint=identity.fingerprint,
+            dtype=dtype or section.dtype,
+            attn_implementation=section.attn_implementation,
+            quantization=section.quantization,
+        ),
+        num_nodes=tree.num_nodes,
+    )

@@ -246,7 +246,10 @@ def fingerprint_of(stage: str, workspace: Workspace) -> str | None:
             ranks = workspace.run.report / RANKS_FILE
             content = file_fingerprint(ranks) if ranks.exists() else None
             needed = outputs_of("train", workspace.run)[0].exists()
-            return fingerprint([content, recipe.evaluate.model_dump()]) if needed else None
+            settings = recipe.evaluate.model_dump()
+            if settings["tree"] and not settings["tree"]["for_this_device"]:
+                del settings["tree"]["for_this_device"]  # older runs were fingerprinted without it
+            return fingerprint([content, settings]) if needed else None
         case _:
             if not outputs_of("train", workspace.run)[0].exists():
                 return None

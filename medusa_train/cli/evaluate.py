@@ -117,6 +117,25 @@ def tree(
             'step by its number of tokens with the root, {"1": 20.5, "16": 31.0}.',
         ),
     ] = None,
+    for_device: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="HEADS",
+            help="Choose the size with the most tokens per second on this device: measure the "
+            "steps of these heads and their base, or take what was measured before.",
+        ),
+    ] = None,
+    base_model: Annotated[
+        str | None,
+        typer.Option(help="With --for-device: hub id or directory of the base."),
+    ] = None,
+    dtype: Annotated[
+        Dtype, typer.Option(help="With --for-device: type of the base's weights.")
+    ] = Dtype.AUTO,
+    measure_again: Annotated[
+        bool,
+        typer.Option("--measure-again", help="With --for-device: even if it was measured before."),
+    ] = False,
     output: Annotated[
         Path | None,
         typer.Option(help="Write tree.json, medusa_choices.json and the picture (PNG, SVG) here."),
@@ -129,8 +148,9 @@ def tree(
 ) -> None:
     """Find the best candidate tree for some heads, from their ranks."""
     limits = _numbers(per_depth)
+    _check_device_options(for_device, latency, base_model, dtype, measure_again)
     from medusa_train.console import warn
-    from medusa_train.evaluate.tree import search_tree
+    from medusa_train.evaluate.tree import check_search, search_tree
     from medusa_train.evaluate.tree_report import (
         find_ranks,
         read_latency,
@@ -141,15 +161,30 @@ def tree(
 
     if output is not None:
         check_writable(output)
+    searched = find_ranks(ranks)
+    other = None if report_on is None else find_ranks(report_on)
+    check_search(searched, other, max_depth=max_depth, top_k=top_k)
+    curve = None if latency is None else read_latency(latency)
+    if for_device is not None:
+        from medusa_train.step_latency import heads_latency
+
+        curve = heads_latency(
+            for_device,
+            num_nodes=num_nodes,
+            base_model=base_model,
+            dtype=dtype.value,
+            ranks_of=searched.metadata.get("heads_fingerprint"),
+            measure_again=measure_again,
+        )
     result = search_tree(
-        find_ranks(ranks),
-        report_on=None if report_on is None else find_ranks(report_on),
+        searched,
+        report_on=other,
         num_nodes=num_nodes,
         max_depth=max_depth,
         per_depth=limits,
         top_k=top_k,
         search_fraction=search_fraction,
-        latency=None if latency is None else read_latency(latency),
+        latency=curve,
         num_bootstrap=num_bootstrap,
         seed=seed,
     )
@@ -158,6 +193,27 @@ def tree(
     if output is not None:
         write_tree(result, directory=output)
     typer.echo(json.dumps(result) if as_json else tree_summary(result))
+
+
+def _check_device_options(
+    for_device: Path | None,
+    latency: Path | None,
+    base_model: str | None,
+    dtype: Dtype,
+    measure_again: bool,
+) -> None:
+    if for_device is not None:
+        if latency is not None:
+            raise InputError("--latency and --for-device: give one of them, not both")
+        return
+    given = {
+        "--base-model": base_model is not None,
+        "--dtype": dtype is not Dtype.AUTO,
+        "--measure-again": measure_again,
+    }
+    for name, is_given in given.items():
+        if is_given:
+            raise InputError(f"{name}: is for measuring; give --for-device HEADS with it")
 
 
 def _numbers(text: str | None) -> tuple[int, ...]:

@@ -80,8 +80,8 @@ def search_tree(
     Raises:
         InputError: ranks or heads that are not there; ranks of other heads; no text.
     """
+    check_search(ranks, report_on, max_depth=max_depth, top_k=top_k)
     top_k = ranks.top_k if top_k is None else top_k
-    _check(ranks, report_on, max_depth=max_depth, top_k=top_k)
     texts = _texts(ranks, report_on, search_fraction)
     paths = RankPaths.of(
         texts.searched.ranks.numpy(), spans=spans_of(texts.searched), top_k=top_k,
@@ -125,9 +125,17 @@ def search_tree(
     }
 
 
-def _check(ranks: Ranks, other: Ranks | None, *, max_depth: int | None, top_k: int) -> None:
+def check_search(
+    ranks: Ranks, other: Ranks | None, *, max_depth: int | None = None, top_k: int | None = None
+) -> None:
+    """Refuse what :func:`search_tree` cannot search; ``other`` is the text to report on.
+
+    Raises:
+        InputError: ranks or heads that are not there; ranks of other heads; no text.
+    """
     if max_depth is not None and max_depth > ranks.num_heads:
         raise InputError(f"max depth {max_depth}: there are {ranks.num_heads} heads")
+    top_k = ranks.top_k if top_k is None else top_k
     for text in [ranks] if other is None else [ranks, other]:
         if top_k > text.top_k:
             raise InputError(

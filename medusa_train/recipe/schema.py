@@ -239,6 +239,9 @@ class TreeSection(Section):
     """Candidates of each head; null is `evaluate.top_k`."""
     search_fraction: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.5
     """Share of the held-out conversations that is searched; the figures are of the others."""
+    for_this_device: bool = False
+    """Measure how long steps of 1 to `num_nodes` + 1 tokens take on this device, and choose the
+    size with the most tokens per second instead of the most per step."""
 
 
 class EvaluateSection(Section):

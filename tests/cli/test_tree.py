@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from medusa_train.cli.evaluate import app
-from medusa_train.evaluate.ranks import MISS, Ranks, write_ranks
+from medusa_train.evaluate.ranks import MISS, Ranks, read_ranks, write_ranks
+from medusa_train.heads.checkpoint import heads_fingerprint
+from tests.decoding_for_tests import save_heads_directory
+from tests.models_for_tests import save_base
 
 
 def _call(*arguments: object, capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
@@ -87,9 +91,61 @@ def test_a_latency_curve(run: Path, tmp_path: Path, capsys: pytest.CaptureFixtur
     assert json.loads(out)["num_nodes"] == 2
 
 
+def test_for_this_device(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Measured once; the second time no model is loaded, so there is nothing to load from."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    base = save_base(tmp_path / "base")
+    heads = save_heads_directory(tmp_path / "heads", base=base, num_heads=2)
+    ranks = read_ranks(run / "report" / "ranks.safetensors")
+    found = {**ranks.metadata, "heads_fingerprint": heads_fingerprint(heads)}
+    write_ranks(tmp_path / "ranks.safetensors", replace(ranks, metadata=found))
+    options = ["--for-device", heads, "--num-nodes", 4, "--num-bootstrap", 20, "--json"]
+    code, out, err = _call(tmp_path / "ranks.safetensors", *options, capsys=capsys)
+    assert code == 0
+    assert "latency of a step: measuring on" in err
+    result = json.loads(out[out.index("{") :])  # a library may have logged before
+    assert result["objective"] == "tokens_per_second"
+    assert list(result["latency_ms"]) == ["1", "2", "4", "5"]
+    code, out, err = _call(tmp_path / "ranks.safetensors", *options, capsys=capsys)
+    assert code == 0
+    assert json.loads(out)["latency_ms"] == result["latency_ms"]
+    assert err.startswith(f"latency of a step: from {tmp_path / 'cache'}")
+    again = _call(tmp_path / "ranks.safetensors", *options, "--measure-again", capsys=capsys)
+    assert "measuring on" in again[2]
+    other = save_base(tmp_path / "other", seed=1)
+    code, _, err = _call(
+        tmp_path / "ranks.safetensors", *options, "--base-model", other, capsys=capsys
+    )
+    assert code == 2
+    assert "give the base that they were trained on" in err
+    code, _, err = _call(run, *options, capsys=capsys)
+    assert code == 2
+    assert err == (
+        f"error: {heads}: the ranks are of other heads (abc); give those that they were measured "
+        "with\n"
+    )
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        (
+            ["--latency", "a", "--for-device", "b"],
+            "--latency and --for-device: give one of them, not both",
+        ),
+        (
+            ["--measure-again"],
+            "--measure-again: is for measuring; give --for-device HEADS with it",
+        ),
+        (["--dtype", "float32"], "--dtype: is for measuring; give --for-device HEADS with it"),
+        (
+            ["--base-model", "b"],
+            "--base-model: is for measuring; give --for-device HEADS with it",
+        ),
+        (["--for-device", "absent"], "absent: no such heads directory"),
+        (["--for-device", "absent", "--max-depth", 3], "max depth 3: there are 2 heads"),
         (["--max-depth", 3], "max depth 3: there are 2 heads"),
         (
             ["--top-k", 9],

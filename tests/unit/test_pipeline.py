@@ -156,6 +156,20 @@ def test_a_tree_joins_the_heads_and_the_report(
     assert not list(run.report.glob("tree.*"))
 
 
+def test_a_tree_for_this_device(
+    tmp_path: Path, base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    write_recipe(tmp_path, base=base, rows=cyclic_rows(24))
+    options = "evaluate.tree={num_nodes: 3, for_this_device: true}"
+    run = run_pipeline(load_recipe(tmp_path / "recipe.yaml", [options]))
+    tree = json.loads((run.report / "tree.json").read_text())
+    assert tree["objective"] == "tokens_per_second"
+    assert list(tree["latency_ms"]) == ["1", "2", "4"]
+    (kept,) = (tmp_path / "cache" / "medusa_train" / "latency").iterdir()
+    assert json.loads(kept.read_text())["latency_ms"] == tree["latency_ms"]
+
+
 def test_the_command_line_knows_every_stage() -> None:
     assert tuple(Stage) == STAGES
 
