@@ -19,8 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from medusa_train.errors import InputError, MedusaTrainError
-
-FINGERPRINT_LENGTH = 16
+from medusa_train.json_values import FINGERPRINT_LENGTH
+from medusa_train.json_values import fingerprint as fingerprint  # noqa: PLC0414 — for importers
+from medusa_train.json_values import read_json as read_json  # noqa: PLC0414 — for importers
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,20 +135,6 @@ def write_json_lines(path: Path, values: Iterable[Any]) -> None:
     write_text(path, text)
 
 
-def read_json(path: Path) -> Any:
-    """Read the JSON file ``path``.
-
-    Raises:
-        InputError: the file is missing or is no JSON.
-    """
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise InputError(f"{path}: no such file") from error
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise InputError(f"{path}: not valid JSON: {error}") from error
-
-
 def read_json_lines(path: Path) -> list[Any]:
     """The lines of an append-only file; a last one that a kill cut short is left out.
 
@@ -162,12 +149,6 @@ def read_json_lines(path: Path) -> list[Any]:
         except json.JSONDecodeError:
             break
     return lines
-
-
-def fingerprint(value: Any) -> str:
-    """A short hash of any JSON value; equal values give equal fingerprints in any process."""
-    text = json.dumps(value, sort_keys=True, ensure_ascii=False, separators=(",", ":"))
-    return hashlib.sha256(text.encode()).hexdigest()[:FINGERPRINT_LENGTH]
 
 
 def file_fingerprint(path: Path) -> str:

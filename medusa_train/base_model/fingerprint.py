@@ -14,7 +14,7 @@ from typing import Any
 from transformers.utils.hub import cached_file
 
 from medusa_train.errors import InputError
-from medusa_train.run_dir import fingerprint, read_json
+from medusa_train.json_values import fingerprint, read_json
 
 _SAMPLE_BYTES = 1 << 20
 _PATH_KEYS = frozenset({"_name_or_path", "name_or_path"})

@@ -16,16 +16,19 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from medusa_train.base_model.features import output_projection
+from medusa_train.base_model.fingerprint import base_fingerprint
 from medusa_train.decoding.acceptance import Typical
 from medusa_train.decoding.generate import Generated, Generator
 from medusa_train.errors import InputError
 from medusa_train.heads.checkpoint import SPEC_FILE, load_heads
+from medusa_train.heads.config import BaseIdentity
 from medusa_train.tree.topology import Tree
 
 OPTIONS_FILE = "medusa_generate.json"
 
 # Heads are read once for each model; a model that goes takes its heads with it.
-_generators: weakref.WeakKeyDictionary[PreTrainedModel, dict[str, tuple[Generator, Tree]]]
+_Loaded = tuple[Generator, Tree, str | None]
+_generators: weakref.WeakKeyDictionary[PreTrainedModel, dict[str, _Loaded]]
 _generators = weakref.WeakKeyDictionary()
 
 
@@ -36,6 +39,7 @@ def generate(
     heads: str | None = None,
     tree: Iterable[Sequence[int]] | None = None,
     typical: tuple[float, float] | None = None,
+    other_base: bool = False,
     **kwargs: Any,
 ) -> Tensor | Generated:
     """Write with the heads in a directory; the text is the model's own.
@@ -46,6 +50,7 @@ def generate(
         heads: the exported directory; None where the model was loaded from it.
         tree: candidate paths; None for the export's own.
         typical: (ε, δ) of typical acceptance; needs ``do_sample=True``.
+        other_base: take heads that were trained on another model of this shape.
         **kwargs: as in transformers.
 
     Raises:
@@ -57,7 +62,9 @@ def generate(
             f"{directory or 'the model'}: has no {SPEC_FILE}; give the exported directory with "
             "heads="
         )
-    generator, own_tree = _generator(model, directory)
+    generator, own_tree, complaint = _generator(model, directory)
+    if complaint is not None and not other_base:
+        raise InputError(complaint)
     # The library hands over all arguments of its generate, given or not.
     given = {name: value for name, value in kwargs.items() if value is not None}
     return generator.generate(
@@ -68,17 +75,39 @@ def generate(
     )
 
 
-def _generator(model: PreTrainedModel, directory: str) -> tuple[Generator, Tree]:
+def _generator(model: PreTrainedModel, directory: str) -> _Loaded:
     known = _generators.setdefault(model, {})
     if directory not in known:
         weight, _ = output_projection(model)
         options = json.loads((Path(directory) / OPTIONS_FILE).read_text(encoding="utf-8"))
-        heads, _ = load_heads(
+        heads, identity = load_heads(
             Path(directory),
             hidden_size=weight.shape[1],
             vocab_size=weight.shape[0],
             device=weight.device,
         )
         generator = Generator(model, heads, num_tokens=options["num_tokens"])
-        known[directory] = generator, Tree.from_paths(options["tree"])
+        complaint = _complaint(model, identity, directory)
+        known[directory] = generator, Tree.from_paths(options["tree"]), complaint
     return known[directory]
+
+
+def _complaint(model: PreTrainedModel, identity: BaseIdentity, directory: str) -> str | None:
+    """What is wrong with this model as the base of these heads, as far as its files say."""
+    name = str(model.config.name_or_path)
+    if not name:
+        return None
+    revision = getattr(model.config, "_commit_hash", None)
+    try:
+        found = base_fingerprint(name, gguf_file=identity.gguf_file, revision=revision)
+    except InputError:
+        # It was made in memory, or its files are gone: its shapes fit, and no more can be said.
+        return None
+    if found == identity.fingerprint:
+        return None
+    return (
+        f"{directory}: heads of the base model {identity.name_or_path} with fingerprint "
+        f"{identity.fingerprint}, but the files of this one ({name}) have {found}; load the model "
+        "that they were trained on, or give other_base=True: the text is the model's own with any "
+        "heads, but others are seldom right"
+    )

@@ -40,8 +40,9 @@ def export_transformers(heads: Path, output: Path, *, tree: Tree, num_tokens: in
     """
     read_spec(heads)
     code = output / "custom_generate"
-    if code.exists():
-        raise InputError(f"{code}: is there already; give another directory or remove it")
+    for path in (code, output / WEIGHTS_FILE):
+        if path.exists():
+            raise InputError(f"{path}: is there already; give another directory or remove it")
     code.mkdir(parents=True)
     for name in (WEIGHTS_FILE, SPEC_FILE):
         shutil.copyfile(heads / name, output / name)
