@@ -10,9 +10,10 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
-from medusa_train.console import progress
+from medusa_train.console import progress, warn
 from medusa_train.decoding.generate import Generated
 from medusa_train.heads.model import num_candidate_rows
 from medusa_train.medusa_model import MedusaModel
@@ -30,6 +31,9 @@ NUM_TOKENS = 9
 """Tokens that are written in a turn: eight steps without an accepted candidate."""
 
 NUM_TURNS = 5
+
+MAX_SPREAD = 0.25
+"""Between the quartiles of a size's times, as a share of their median; more is said."""
 
 
 def measure_steps(
@@ -54,8 +58,22 @@ def measure_steps(
                 if turn:
                     measured.append(milliseconds)
                 reporter.update(1)
+    _check_spread(times)
     medians = map(statistics.median, times)
     return LatencyCurve.of({tree.size: time for tree, time in zip(trees, medians, strict=True)})
+
+
+def _check_spread(times: Sequence[Sequence[float]]) -> None:
+    """Say so where the times of one size differ much."""
+    spreads = []
+    for measured in times:
+        low, middle, high = np.percentile(measured, [25, 50, 75])
+        spreads.append((high - low) / middle)
+    if max(spreads) > MAX_SPREAD:
+        warn(
+            f"latency of a step: the times of one size differ by {max(spreads):.0%}; other work is "
+            "on this machine: measure again when it is idle"
+        )
 
 
 def _step_milliseconds(model: MedusaModel, prompt: torch.Tensor, tree: Tree) -> float:

@@ -18,7 +18,7 @@ from medusa_train.step_latency import (
     step_kind,
     step_latency,
 )
-from medusa_train.step_timing import measure_steps
+from medusa_train.step_timing import _check_spread, measure_steps
 from tests.decoding_for_tests import random_heads
 from tests.models_for_tests import make_base
 
@@ -56,6 +56,13 @@ def test_heads_that_cannot_fill_a_tree_are_measured_as_far_as_they_can() -> None
     token_map = torch.tensor([3, 5])
     model = MedusaModel(base, random_heads(base.model, num_heads=2, token_map=token_map))
     assert measure_steps(model, num_nodes=40, num_turns=1).sizes == (1, 2, 4, 7)
+
+
+def test_times_that_differ_much_are_said(capsys: pytest.CaptureFixture[str]) -> None:
+    _check_spread([[10.0, 10.5, 11.0, 11.5, 40.0]])
+    assert capsys.readouterr().err == ""
+    _check_spread([[10.0, 10.0, 10.0], [10.0, 14.0, 20.0, 30.0, 40.0]])
+    assert "the times of one size differ by 80%" in capsys.readouterr().err
 
 
 def test_it_is_measured_once(
