@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 import pytest
 import torch
@@ -10,6 +12,7 @@ from medusa_train.data.conversations import Conversation
 from medusa_train.decoding.generate import Generated, Generator
 from medusa_train.evaluate.accuracy import accuracy_report, num_accepted, walk, walked_rows
 from medusa_train.evaluate.ranks import Ranks, compute_ranks
+from medusa_train.evaluate.tree import num_accepted_by, search_tree
 from medusa_train.tree.topology import Tree
 from tests.decoding_for_tests import CHAIN, FULL_TREE, random_heads
 from tests.models_for_tests import make_base, make_model
@@ -31,21 +34,22 @@ def accepted_by_tree(ranks: Ranks, tree: Tree) -> np.ndarray:
     return np.array(result)
 
 
-@pytest.mark.parametrize("max_new_tokens", [1, 25])
-@pytest.mark.parametrize("tree", [CHAIN, FULL_TREE, WIDE], ids=["chain", "2x2x2", "wide"])
-@pytest.mark.parametrize("is_batch", [False, True], ids=["one-by-one", "batch"])
-def test_the_reports_acceptance_length_is_the_decoders(
-    tree: Tree, max_new_tokens: int, is_batch: bool
-) -> None:
+@functools.cache
+def decoder() -> Generator:
     model = make_model(vocab_size=VOCAB, dtype=torch.float64, seed=1, std=0.35)
     heads = random_heads(model, layout="full", seed=5).double()
-    generator = Generator(model, heads, num_tokens=VOCAB)
+    return Generator(model, heads, num_tokens=VOCAB)
+
+
+def decode(
+    tree: Tree, *, max_new_tokens: int, is_batch: bool = False
+) -> tuple[list[Conversation], list[list[int]]]:
+    """Greedy answers to twelve prompts, and num_accepted of each step of each answer."""
     prompts = torch.tensor([[n, (3 * n + 5) % VOCAB, (7 * n + 1) % VOCAB] for n in range(VOCAB)])
     rows: list[Conversation] = []
     accepted: list[list[int]] = []
-    tokens = steps = 0
     for batch in [prompts] if is_batch else prompts.split(1):
-        result = generator.generate(
+        result = decoder().generate(
             batch,
             attention_mask=torch.ones_like(batch),
             tree=tree,
@@ -55,19 +59,84 @@ def test_the_reports_acceptance_length_is_the_decoders(
             return_dict_in_generate=True,
         )
         assert isinstance(result, Generated)
-        tokens += result.statistics.num_tokens
-        steps += result.statistics.num_steps
-        for text, row in zip(result.sequences.tolist(), result.statistics.accepted, strict=True):
+        statistics = result.statistics
+        assert statistics.num_steps == sum(map(len, statistics.accepted))
+        assert statistics.num_tokens == statistics.num_steps + sum(map(sum, statistics.accepted))
+        for text, row in zip(result.sequences.tolist(), statistics.accepted, strict=True):
             end = 3 + len(row) + sum(row)
             rows.append(conversation(text[:end], [(3, end)], name=str(len(rows))))
             accepted.append(row)
-    ranks = compute_ranks(make_base(model), heads, conversations=rows, top_k=5, metadata={})
-    by_row = accepted_by_tree(ranks, tree)
-    assert by_row[walked_rows(by_row, ranks)].tolist() == [num for row in accepted for num in row]
-    assert walk(by_row, ranks).value == tokens / steps
+    return rows, accepted
+
+
+def ranks_of(rows: list[Conversation]) -> Ranks:
+    model = decoder().model
+    heads = random_heads(model, layout="full", seed=5).double()
+    return compute_ranks(make_base(model), heads, conversations=rows, top_k=5, metadata={})
+
+
+def measured(accepted: list[list[int]]) -> float:
+    """Tokens emitted ÷ steps."""
+    steps = sum(map(len, accepted))
+    return (steps + sum(map(sum, accepted))) / steps
+
+
+@pytest.mark.parametrize("max_new_tokens", [1, 25])
+@pytest.mark.parametrize("tree", [CHAIN, FULL_TREE, WIDE], ids=["chain", "2x2x2", "wide"])
+@pytest.mark.parametrize("is_batch", [False, True], ids=["one-by-one", "batch"])
+def test_the_reports_acceptance_length_is_the_decoders(
+    tree: Tree, max_new_tokens: int, is_batch: bool
+) -> None:
+    rows, accepted = decode(tree, max_new_tokens=max_new_tokens, is_batch=is_batch)
+    ranks = ranks_of(rows)
+    by_row = num_accepted_by(tree, ranks)
+    assert by_row.tolist() == accepted_by_tree(ranks, tree).tolist()
+    for n, row in enumerate(accepted):
+        own = ranks.conversation == n
+        one = ranks.of_conversations(torch.arange(len(rows)) == n)
+        assert by_row[own.numpy()][walked_rows(by_row[own.numpy()], one)].tolist() == row
+    assert walk(by_row, ranks).value == measured(accepted)
     if tree is CHAIN:
         assert by_row.tolist() == num_accepted(ranks).tolist()
         report = accuracy_report(ranks, base_model="tiny", num_bootstrap=2)
-        assert report["chain"]["acceptance_length"] == tokens / steps
+        assert report["chain"]["acceptance_length"] == measured(accepted)
     if max_new_tokens > 1:
-        assert tokens / steps > 1.1
+        assert measured(accepted) > 1.1
+
+
+@pytest.mark.parametrize("num_nodes", [2, 7, 20])
+def test_the_tree_that_is_found_walks_as_its_report_says(num_nodes: int) -> None:
+    rows, _ = decode(CHAIN, max_new_tokens=25)
+    ranks = ranks_of(rows)
+    result = search_tree(ranks, report_on=ranks, num_nodes=num_nodes, num_bootstrap=2)
+    tree = Tree.from_paths(result["paths"])
+    assert tree.num_nodes == num_nodes
+    texts, accepted = decode(tree, max_new_tokens=25)
+    assert [row.input_ids for row in texts] == [row.input_ids for row in rows]
+    assert result["acceptance_length"] == measured(accepted)
+    (chain,) = (row for row in result["comparison"] if row["name"] == "best chain")
+    _, accepted = decode(Tree.chain(chain["depth"]), max_new_tokens=25)
+    assert chain["acceptance_length"] == measured(accepted)
+    assert result["acceptance_length"] >= chain["acceptance_length"] > 1 or num_nodes < 3
+
+
+def test_what_a_truncated_vocabulary_cannot_say_is_a_miss_for_both() -> None:
+    model = decoder().model
+    heads = random_heads(model, seed=3, token_map=torch.tensor([1, 4, 5, 9])).double()
+    generator = Generator(model, heads, num_tokens=VOCAB)
+    prompt = torch.tensor([[3, 8, 6]])
+    result = generator.generate(
+        prompt,
+        attention_mask=torch.ones_like(prompt),
+        tree=WIDE,
+        max_new_tokens=60,
+        pad_token_id=0,
+        return_dict_in_generate=True,
+    )
+    assert isinstance(result, Generated)
+    (row,) = result.statistics.accepted
+    text = conversation(result.sequences[0].tolist(), [(3, 63)], name="one")
+    ranks = compute_ranks(make_base(model), heads, conversations=[text], top_k=4, metadata={})
+    by_row = num_accepted_by(WIDE, ranks)
+    assert by_row[walked_rows(by_row, ranks)].tolist() == row
+    assert sum(row) > 0
