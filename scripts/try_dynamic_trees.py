@@ -154,9 +154,7 @@ def fitted_threshold(tables: list[Any], ranks: Ranks, *, num_nodes: int) -> floa
     low, high = 1e-5, 1.0
     for _ in range(14):
         middle = float(np.sqrt(low * high))
-        accepted, nodes = dynamic(
-            tables, ranks, num_nodes=MOST_NODES * num_nodes, threshold=middle
-        )
+        accepted, nodes = dynamic(tables, ranks, num_nodes=MOST_NODES * num_nodes, threshold=middle)
         if nodes[walked_rows(accepted, ranks)].mean() > num_nodes:
             low = middle
         else:
@@ -178,9 +176,7 @@ def compare(scores: Scores, ranks: Ranks, *, num_nodes: int, num_bootstrap: int)
         accepted["static"][theirs] = num_accepted_by(Tree.from_paths(found["paths"]), other)
         for name, conditional in (("dynamic", False), ("dynamic, conditional", True)):
             tables = calibrated(scores, ranks, fitted, conditional=conditional)
-            accepted[name][theirs], _ = dynamic(
-                tables[theirs].tolist(), other, num_nodes=num_nodes
-            )
+            accepted[name][theirs], _ = dynamic(tables[theirs].tolist(), other, num_nodes=num_nodes)
         # With the probabilities of the last turn.
         threshold = fitted_threshold(tables[ours].tolist(), half, num_nodes=num_nodes)
         accepted["threshold"][theirs], nodes["threshold"][theirs] = dynamic(
