@@ -112,10 +112,16 @@ class CompiledPasses(Passes):
         capacity = stored[0][0].shape[2]
         hidden = attention_mask.new_full((1,), torch.finfo(attention_mask.dtype).min)
         behind = hidden.expand(*attention_mask.shape[:3], capacity - attention_mask.shape[3])
+        mask = torch.cat([attention_mask, behind], dim=3)
+        # One code for every size of the storage.
+        torch._dynamo.mark_dynamic(mask, 3)
+        for pair in stored:
+            for tensor in pair:
+                torch._dynamo.mark_dynamic(tensor, 2)
         outputs = self._compiled(
             input_ids=input_ids,
             position_ids=position_ids,
-            attention_mask=torch.cat([attention_mask, behind], dim=3),
+            attention_mask=mask,
             columns=torch.arange(before, before + num_nodes, device=input_ids.device),
             keys=[keys for keys, _ in stored],
             values=[values for _, values in stored],
