@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 import json
 import sys
 from pathlib import Path
@@ -11,18 +10,12 @@ from typing import Annotated, Any
 import typer
 
 from medusa_train.cli.app import Json, make_app
+from medusa_train.cli.options import BaseName, Dtype, MaxNewTokens, Template, TreeFile
+from medusa_train.cli.speed import speedup
 from medusa_train.errors import InputError
 
 app = make_app("Measure trained Medusa heads, and write with them.", name="medusa-eval")
-
-
-class Dtype(enum.StrEnum):
-    """The dtypes of a base model, as in recipes."""
-
-    AUTO = "auto"
-    FLOAT32 = "float32"
-    BFLOAT16 = "bfloat16"
-    FLOAT16 = "float16"
+app.command("speedup")(speedup)
 
 
 @app.command("heads-accuracy")
@@ -223,21 +216,6 @@ def _numbers(text: str | None) -> tuple[int, ...]:
     return tuple(int(part) for part in parts)
 
 
-BaseName = Annotated[
-    str | None,
-    typer.Option(
-        "--base-model", help="Hub id or directory of the base. Default: the one the heads name."
-    ),
-]
-TreeFile = Annotated[
-    Path | None,
-    typer.Option(
-        help="JSON list of paths such as [[0], [0, 0]]. Default: the heads' medusa_choices.json, "
-        "else the top-1 chain."
-    ),
-]
-Template = Annotated[str | None, typer.Option(help="Jinja template or its path.")]
-MaxNewTokens = Annotated[int, typer.Option(min=1, help="Most tokens of an answer.")]
 Temperature = Annotated[float, typer.Option(min=0, help="0 is greedy.")]
 TopP = Annotated[float, typer.Option(min=0, max=1, help="Nucleus; 1 is off.")]
 TopK = Annotated[int, typer.Option(min=0, help="Most probable tokens only; 0 is off.")]

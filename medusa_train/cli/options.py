@@ -1,0 +1,35 @@
+"""Options that several commands of ``medusa-eval`` share."""
+
+from __future__ import annotations
+
+import enum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+class Dtype(enum.StrEnum):
+    """The dtypes of a base model, as in recipes."""
+
+    AUTO = "auto"
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+    FLOAT16 = "float16"
+
+
+BaseName = Annotated[
+    str | None,
+    typer.Option(
+        "--base-model", help="Hub id or directory of the base. Default: the one the heads name."
+    ),
+]
+TreeFile = Annotated[
+    Path | None,
+    typer.Option(
+        help="JSON list of paths such as [[0], [0, 0]]. Default: the heads' medusa_choices.json, "
+        "else the top-1 chain."
+    ),
+]
+Template = Annotated[str | None, typer.Option(help="Jinja template or its path.")]
+MaxNewTokens = Annotated[int, typer.Option(min=1, help="Most tokens of an answer.")]

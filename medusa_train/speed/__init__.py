@@ -1,0 +1,1 @@
+"""The measured speed of decoding with heads: what ``medusa-eval speedup`` does."""
