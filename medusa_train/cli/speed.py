@@ -40,7 +40,7 @@ def speedup(
         list[TimedDtype] | None,
         typer.Option(
             help="Type of the base's weights; may be given many times. The fastest is taken for "
-            "each side. Default: float32 and bfloat16."
+            "each side. Default: float32 and bfloat16 on a CPU, bfloat16 elsewhere."
         ),
     ] = None,
     tree: TreeFile = None,
@@ -88,7 +88,6 @@ def speedup(
     from medusa_train.speed.measure import measure_speedup
     from medusa_train.speed.options import SpeedupOptions
 
-    chosen = dtype or [TimedDtype.FLOAT32, TimedDtype.BFLOAT16]
     report = measure_speedup(
         heads,
         options=SpeedupOptions(
@@ -96,7 +95,7 @@ def speedup(
             num_prompts=num_prompts,
             max_new_tokens=max_new_tokens,
             base_model=base_model,
-            dtypes=tuple(name.value for name in chosen),
+            dtypes=tuple(name.value for name in dtype or ()),
             tree=tree,
             chat_template=chat_template,
             num_probe=num_probe,

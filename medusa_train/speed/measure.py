@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from medusa_train.base_model.load import default_device
 from medusa_train.console import log, warn
 from medusa_train.errors import InputError
 from medusa_train.evaluate.equality import TIE_STEPS
@@ -55,7 +56,7 @@ def measure_speedup(heads: Path, *, options: SpeedupOptions) -> dict[str, Any]:
             "give more prompts or smaller batches"
         )
     ways: dict[str, Ways] = {}
-    for dtype in dict.fromkeys(options.dtypes):
+    for dtype in dict.fromkeys(options.dtypes or _usual_dtypes()):
         log(f"loading {options.base_model or identity.name_or_path} in {dtype}")
         model = MedusaModel.from_pretrained(heads, options.base_model, dtype=dtype, tree=tree)
         ways[dtype] = Ways(model, max_new_tokens=options.max_new_tokens)
@@ -79,6 +80,10 @@ def measure_speedup(heads: Path, *, options: SpeedupOptions) -> dict[str, Any]:
     if options.output is not None:
         write_speedup(report, directory=options.output)
     return report
+
+
+def _usual_dtypes() -> tuple[str, ...]:
+    return ("float32", "bfloat16") if default_device().type == "cpu" else ("bfloat16",)
 
 
 def _facts(prompts: Prompts, options: SpeedupOptions, *, device: torch.device) -> dict[str, Any]:

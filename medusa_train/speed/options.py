@@ -15,7 +15,8 @@ class SpeedupOptions:
         num_prompts: the first so many; None for all.
         max_new_tokens: most tokens of an answer.
         base_model: hub id or directory; None for the one that the heads name.
-        dtypes: that the base is tried in; the fastest is taken for each side.
+        dtypes: that the base is tried in; the fastest is taken for each side. Empty for float32 and
+            bfloat16 on a CPU, where either may win, and bfloat16 elsewhere.
         tree: file of the candidates; None for the tree of the heads, else the top-1 chain.
         chat_template: path or text; None for the tokenizer's own.
         num_probe: prompts on which dtypes are tried; 0 measures every dtype on all prompts.
@@ -31,7 +32,7 @@ class SpeedupOptions:
     num_prompts: int | None = None
     max_new_tokens: int = 192
     base_model: str | None = None
-    dtypes: tuple[str, ...] = ("float32", "bfloat16")
+    dtypes: tuple[str, ...] = ()
     tree: Path | None = None
     chat_template: str | None = None
     num_probe: int = 4
