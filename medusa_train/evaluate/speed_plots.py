@@ -135,10 +135,18 @@ def _batches(report: Mapping[str, Any]) -> Plot | None:
             axes.plot(sizes, rates, "-o", color=colour, markersize=4, label=WAY_NAMES[way])
         for row in rows:
             top = max(row[way]["tokens_per_second"] for way in (BASELINE, MEDUSA))
-            write_above(axes, row["batch_size"], top, f"× {number(row['speedup'], digits=2)}", 8)
+            axes.annotate(
+                f"× {number(row['speedup'], digits=2)}",
+                (row["batch_size"], top),
+                xytext=(0, 6),
+                textcoords="offset points",
+                ha="center",
+                fontsize=8,
+            )
         axes.set_xscale("log", base=2)
         axes.set_xticks(sizes, [str(size) for size in sizes])
         axes.set_xticks([], minor=True)
+        axes.margins(x=0.1)
         axes.set_ylim(0, axes.get_ylim()[1] * 1.12)
         axes.set_xlabel("prompts in a batch")
         axes.set_ylabel("tokens per second, all prompts")

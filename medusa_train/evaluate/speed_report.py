@@ -55,7 +55,9 @@ def markdown(report: Mapping[str, Any], *, plots: Sequence[Plot]) -> str:
 
 def html_page(report: Mapping[str, Any], *, plots: Sequence[Plot]) -> str:
     """The page; names from outside are escaped, pictures are inside it."""
-    body = [*map(paragraph, _lines(report)), headline(_figures(report)), facts_list(_facts(report))]
+    # The first result lines are the headline's figures.
+    lines = [*_lines(report), *_result_lines(report)[3:]]
+    body = [*map(paragraph, lines), headline(_figures(report)), facts_list(_facts(report))]
     for title, (head, *rows) in _tables(report):
         body += [f"<h2>{title}</h2>", table(head, rows)]
     body += [
@@ -80,12 +82,19 @@ def equality_line(report: Mapping[str, Any]) -> str:
     )
     if found["ties"]:
         line += (
-            f"; {found['ties']} first differ where the base's logits are a tie (at most "
-            f"{TIE_STEPS} steps of {found['dtype']} apart)"
+            f"; {found['ties']} {_differ(found['ties'])} first where the base's logits are a tie "
+            f"(at most {TIE_STEPS} steps of {found['dtype']} apart)"
         )
     if found["other"]:
-        line += f"; NOT EQUAL: {found['other']} differ elsewhere, so the speed is of other text"
+        line += (
+            f"; NOT EQUAL: {found['other']} {_differ(found['other'])} elsewhere, so the speed is "
+            "of other text"
+        )
     return line
+
+
+def _differ(count: int) -> str:
+    return "differs" if count == 1 else "differ"
 
 
 def _lines(report: Mapping[str, Any]) -> list[str]:
@@ -105,7 +114,7 @@ def _lines(report: Mapping[str, Any]) -> list[str]:
 def _result_lines(report: Mapping[str, Any]) -> list[str]:
     """What came out."""
     dtype = report["medusa"]["dtype"]
-    return [
+    lines = [
         f"speed-up: {_with_interval(report, 'speedup')} against model.generate in "
         f"{report['baseline']['dtype']}, with heads in {dtype}; "
         f"{_with_interval(report, 'decode_speedup')} after the first token",
@@ -115,6 +124,12 @@ def _result_lines(report: Mapping[str, Any]) -> list[str]:
         f"{counted(report['tree']['num_nodes'], 'candidate')} in a step that takes "
         f"{_with_interval(report, 'step_overhead')} times a plain one",
     ]
+    if report["batch_sizes"]:
+        size = report["break_even_batch_size"]
+        sizes = ", ".join(str(row["batch_size"]) for row in report["batch_sizes"])
+        ends = "at none of them" if size is None else f"at {size}"
+        lines.append(f"batches of {sizes} were measured; heads stop gaining {ends}")
+    return lines
 
 
 def _with_interval(report: Mapping[str, Any], name: str) -> str:

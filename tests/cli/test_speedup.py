@@ -114,6 +114,7 @@ def test_the_report(
     for text in (page, (output / "speedup.md").read_text(encoding="utf-8")):
         assert "qual output: " in text
         assert "By category" in text
+        assert "atches of 1, 3 were measured; heads stop gaining at" in text
 
 
 def test_greedy_output_is_equal_in_float32(
@@ -237,5 +238,5 @@ def test_unequal_output_is_said_loudly(
     write_speedup(report, directory=tmp_path)
     for name in ("speedup.md", "speedup.html"):
         text = (tmp_path / name).read_text(encoding="utf-8")
-        assert "NOT EQUAL: 1 differ elsewhere" in text
-        assert "1 first differ where the base" in text
+        assert "NOT EQUAL: 1 differs elsewhere" in text
+        assert "1 differs first where the base" in text
