@@ -12,8 +12,10 @@ and heads, each time in a process of its own: the cache, the logits and what the
 prompt and 32 new tokens make up the length (fewer where the base ends the text). Ours is compared
 with an engine that is written out below: its cache is allocated for all of
 ``max_position_embeddings`` at the start, and its prefill computes and keeps the logits of the base
-and of every head at every position, as the published implementation does. Both run in the dtype in
-which decoding with heads was fastest. Other work on the machine makes speeds worse, so compare
+and of every head at every position, as the published implementation does. Heads with a truncated
+vocabulary have fewer logits; the published implementation has none such, so for them there is a
+second ratio, ``…_full_vocabulary``, to an engine whose heads have whole rows. All run in the dtype
+in which decoding with heads was fastest. Other work on the machine makes speeds worse, so compare
 figures of one run; it does not change the memory.
 """
 
@@ -24,6 +26,7 @@ import copy
 import json
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,13 +39,14 @@ from medusa_train.base_model.features import output_projection
 from medusa_train.console import log, make_table, stderr
 from medusa_train.errors import MedusaTrainError
 from medusa_train.evaluate.speed_report import speedup_summary
+from medusa_train.heads.checkpoint import read_spec
 from medusa_train.heads.model import MedusaHeads
 from medusa_train.medusa_model import MedusaModel, read_tree
 from medusa_train.speed.measure import measure_speedup
 from medusa_train.speed.options import SpeedupOptions
 
 MIB = 2**20
-ENGINES = ("ours", "preallocating")
+ENGINES = ("ours", "preallocating", "full vocabulary")
 DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -99,7 +103,12 @@ class PreallocatedLayer(DynamicLayer):
 
 @torch.inference_mode()
 def preallocating(
-    model: MedusaModel, heads: MedusaHeads, ids: Tensor, *, num_tokens: int
+    model: MedusaModel,
+    heads: MedusaHeads,
+    ids: Tensor,
+    *,
+    num_tokens: int,
+    full_vocabulary: bool = False,
 ) -> list[int]:
     """Greedy tokens by an engine that allocates for the longest text and keeps prefill logits.
 
@@ -108,6 +117,7 @@ def preallocating(
         heads: in the dtype of the base.
         ids: [1, T] the prompt.
         num_tokens: to write.
+        full_vocabulary: let each head have the logits of the base's whole ``lm_head``.
     """
     base: Any = model.base.model
     config = base.config.get_text_config(decoder=True)
@@ -122,7 +132,9 @@ def preallocating(
     hook.remove()
     head_logits = []
     for head in range(heads.config.num_heads):
-        rows, shift = heads.output_weight(head, lm_head_weight=weight, lm_head_bias=bias)
+        rows, shift = weight, bias
+        if not full_vocabulary:
+            rows, shift = heads.output_weight(head, lm_head_weight=weight, lm_head_bias=bias)
         trunk = heads.trunk(states[0], head=head)
         head_logits.append(torch.nn.functional.linear(trunk, rows, shift))
     tokens = [int(logits[0, -1].argmax())]
@@ -159,7 +171,13 @@ def run_memory(task: dict[str, Any]) -> dict[str, Any]:
     def write(ids: Tensor, *, num_tokens: int) -> list[int]:
         if task["engine"] == "ours":
             return ours(model, ids, num_tokens=num_tokens)
-        return preallocating(model, heads, ids, num_tokens=num_tokens)
+        return preallocating(
+            model,
+            heads,
+            ids,
+            num_tokens=num_tokens,
+            full_vocabulary=task["engine"] == "full vocabulary",
+        )
 
     if task["engine"] == "ours":
         write(prompt[:, :8], num_tokens=4)  # what is loaded or compiled on first use
@@ -172,6 +190,7 @@ def run_memory(task: dict[str, Any]) -> dict[str, Any]:
 
 def memory_rows(options: argparse.Namespace, *, dtype: str) -> list[dict[str, Any]]:
     """Both engines at every length."""
+    is_truncated = read_spec(options.heads)[0].truncated_vocab_size is not None
     rows = []
     for length in options.lengths:
         results = {
@@ -186,21 +205,23 @@ def memory_rows(options: argparse.Namespace, *, dtype: str) -> list[dict[str, An
                     "new_tokens": options.new_tokens,
                 }
             )
-            for engine in ENGINES
+            for engine in (ENGINES if is_truncated else ENGINES[:2])
         }
-        mine, others = (results[engine] for engine in ENGINES)
+        mine, others = (results[engine] for engine in ENGINES[:2])
+        full = results.get("full vocabulary", others)
         rows.append(
             {
                 "tokens": length,
                 "ours": mine["peak"],
                 "preallocating": others["peak"],
+                "full_vocabulary": full["peak"],
                 "ratio": mine["peak"] / others["peak"],
+                "ratio_full_vocabulary": mine["peak"] / full["peak"],
                 "same_text": mine["tokens"] == others["tokens"][: len(mine["tokens"])],
             }
         )
-        log(
-            f"memory at {length} tokens: {mine['peak'] / MIB:.0f} of {others['peak'] / MIB:.0f} MiB"
-        )
+        peaks = ", ".join(f"{name} {found['peak'] / MIB:.0f}" for name, found in results.items())
+        log(f"memory at {length} tokens, MiB: {peaks}")
     return rows
 
 
@@ -240,19 +261,12 @@ def main() -> None:
             "generate_dtype": report["baseline"]["dtype"],
             "medusa_dtype": report["medusa"]["dtype"],
         }
-    summary |= {f"peak_memory_ratio_{row['tokens']}": row["ratio"] for row in rows}
+    for row in rows:
+        name = f"peak_memory_ratio_{row['tokens']}"
+        summary[name] = row["ratio"]
+        summary[f"{name}_full_vocabulary"] = row["ratio_full_vocabulary"]
     summary["memory_dtype"] = dtype
-    stderr().print(
-        make_table(
-            f"peak of cache and logits, {dtype}",
-            ("tokens", "ours, MiB", "preallocating, MiB", "ratio", "same text"),
-            [
-                (f"{row['tokens']:,}", f"{row['ours'] / MIB:.0f}",
-                 f"{row['preallocating'] / MIB:.0f}", f"{row['ratio']:.3f}", row["same_text"])
-                for row in rows
-            ],
-        )
-    )  # fmt: skip
+    _print_memory(rows, dtype=dtype)
     if options.json:
         print(json.dumps({**summary, "memory": rows, "speedup": report}))
         return
@@ -261,6 +275,23 @@ def main() -> None:
     for key, value in summary.items():
         if not isinstance(value, dict):
             print(f"{key}: {value if isinstance(value, str) else round(value, 3)}")
+
+
+def _print_memory(rows: Sequence[dict[str, Any]], *, dtype: str) -> None:
+    columns = ("tokens", "ours", "preallocating", "ratio", "full vocabulary", "ratio", "same text")
+    cells = [
+        (
+            f"{row['tokens']:,}",
+            f"{row['ours'] / MIB:.0f}",
+            f"{row['preallocating'] / MIB:.0f}",
+            f"{row['ratio']:.3f}",
+            f"{row['full_vocabulary'] / MIB:.0f}",
+            f"{row['ratio_full_vocabulary']:.3f}",
+            row["same_text"],
+        )
+        for row in rows
+    ]
+    stderr().print(make_table(f"peak of cache and logits, MiB, {dtype}", columns, cells))
 
 
 def _speed(options: argparse.Namespace) -> dict[str, Any]:

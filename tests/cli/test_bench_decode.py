@@ -23,14 +23,19 @@ SCRIPT = str(ROOT / "scripts" / "bench_decode.py")
 @pytest.fixture(scope="module")
 def heads(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("bench")
-    return save_heads_directory(directory / "heads", base=save_base(directory / "base"))
+    base = save_base(directory / "base")
+    return save_heads_directory(directory / "heads", base=base, token_map=torch.arange(0, 60, 2))
 
 
 def test_the_reference_engine_writes_what_the_base_writes(heads: Path) -> None:
     names = runpy.run_path(SCRIPT)
     model = MedusaModel.from_pretrained(heads, dtype="float32")
     ids = torch.randint(0, model.base.num_tokens, (1, 30), generator=torch.manual_seed(3))
-    tokens = names["preallocating"](model, model.heads, ids, num_tokens=9)
+    tokens, others = (
+        names["preallocating"](model, model.heads, ids, num_tokens=9, full_vocabulary=full)
+        for full in (False, True)
+    )
+    assert tokens == others
     plain = model.base.model.generate(  # type: ignore[operator]
         ids, attention_mask=torch.ones_like(ids), max_new_tokens=9, do_sample=False
     )
@@ -60,4 +65,5 @@ def test_the_result(heads: Path, tmp_path: Path) -> None:
     [row] = result["memory"]
     assert row["tokens"] == 64
     assert row["same_text"]
-    assert "peak_memory_ratio_64" in result
+    assert result["peak_memory_ratio_64"] == row["ratio"] > 0
+    assert result["peak_memory_ratio_64_full_vocabulary"] > 0
