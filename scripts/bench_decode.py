@@ -304,6 +304,7 @@ def _speed(options: argparse.Namespace) -> dict[str, Any]:
             base_model=options.base_model,
             dtypes=tuple(options.dtypes),
             tree=options.tree,
+            compiled=options.compile,
             repeats=options.repeats,
             seed=options.seed,
             output=options.output,
@@ -320,6 +321,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--base-model", help="default: the one that the heads name")
     parser.add_argument("--prompts", type=Path, help="as for medusa-eval speedup")
     parser.add_argument("--tree", type=Path, help="JSON list of paths; none: the heads' own")
+    parser.add_argument("--compile", action="store_true", help="as for medusa-eval speedup")
     parser.add_argument("--num-prompts", type=int, help="none: all")
     parser.add_argument("--max-new-tokens", type=int, default=192)
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=())

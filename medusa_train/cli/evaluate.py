@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from medusa_train.cli.app import Json, make_app
-from medusa_train.cli.options import BaseName, Dtype, MaxNewTokens, Template, TreeFile
+from medusa_train.cli.options import BaseName, Dtype, IsCompiled, MaxNewTokens, Template, TreeFile
 from medusa_train.cli.speed import speedup
 from medusa_train.errors import InputError
 
@@ -222,10 +222,6 @@ TopK = Annotated[int, typer.Option(min=0, help="Most probable tokens only; 0 is 
 Seed = Annotated[int | None, typer.Option(min=0, help="Seed of sampling.")]
 IsTypical = Annotated[
     bool, typer.Option("--typical", help="Typical acceptance: faster, another distribution.")
-]
-IsCompiled = Annotated[
-    bool,
-    typer.Option("--compile", help="Compile the step: faster after a minute or two at the start."),
 ]
 
 

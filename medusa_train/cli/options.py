@@ -33,3 +33,7 @@ TreeFile = Annotated[
 ]
 Template = Annotated[str | None, typer.Option(help="Jinja template or its path.")]
 MaxNewTokens = Annotated[int, typer.Option(min=1, help="Most tokens of an answer.")]
+IsCompiled = Annotated[
+    bool,
+    typer.Option("--compile", help="Compile the step: faster after a minute or two at the start."),
+]

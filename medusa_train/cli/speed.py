@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from medusa_train.cli.app import Json
-from medusa_train.cli.options import BaseName, MaxNewTokens, Template, TreeFile
+from medusa_train.cli.options import BaseName, IsCompiled, MaxNewTokens, Template, TreeFile
 from medusa_train.errors import InputError
 
 
@@ -44,6 +44,7 @@ def speedup(
         ),
     ] = None,
     tree: TreeFile = None,
+    compiled: IsCompiled = False,
     chat_template: Template = None,
     temperature: Annotated[
         float, typer.Option(help="0, greedy: only then can equal output be checked.")
@@ -97,6 +98,7 @@ def speedup(
             base_model=base_model,
             dtypes=tuple(name.value for name in dtype or ()),
             tree=tree,
+            compiled=compiled,
             chat_template=chat_template,
             num_probe=num_probe,
             repeats=repeats,

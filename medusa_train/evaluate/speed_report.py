@@ -106,7 +106,8 @@ def _lines(report: Mapping[str, Any]) -> list[str]:
     return [
         f"{counted(report['num_prompts'], 'prompt')} ({report['prompts']}), greedy, at most "
         f"{counted(report['max_new_tokens'], 'new token')}; {intervals}",
-        f"{report['device']}, {counted(report['threads'], 'thread')}; dtypes tried: {tried}",
+        f"{report['device']}, {counted(report['threads'], 'thread')}; dtypes tried: {tried}"
+        + ("; our steps compiled" if report["compiled"] else ""),
         equality_line(report),
     ]
 

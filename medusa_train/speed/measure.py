@@ -19,6 +19,7 @@ from medusa_train.speed.comparison import Comparison
 from medusa_train.speed.options import SpeedupOptions
 from medusa_train.speed.prompts import Prompts, load_prompts
 from medusa_train.speed.ways import Ways
+from medusa_train.step_latency import device_name
 
 REPORT_VERSION = 1
 
@@ -58,7 +59,9 @@ def measure_speedup(heads: Path, *, options: SpeedupOptions) -> dict[str, Any]:
     ways: dict[str, Ways] = {}
     for dtype in dict.fromkeys(options.dtypes or _usual_dtypes()):
         log(f"loading {options.base_model or identity.name_or_path} in {dtype}")
-        model = MedusaModel.from_pretrained(heads, options.base_model, dtype=dtype, tree=tree)
+        model = MedusaModel.from_pretrained(
+            heads, options.base_model, dtype=dtype, tree=tree, compiled=options.compiled
+        )
         ways[dtype] = Ways(model, max_new_tokens=options.max_new_tokens)
     report = Comparison(ways, prompts.rows, options).report()
     model = next(iter(ways.values())).model
@@ -93,19 +96,9 @@ def _facts(prompts: Prompts, options: SpeedupOptions, *, device: torch.device) -
         "num_dropped": prompts.num_dropped,
         "max_new_tokens": options.max_new_tokens,
         "decoding": "greedy",
+        "compiled": options.compiled,
         "repeats": options.repeats,
         "num_probe": options.num_probe,
-        "device": _device_name(device),
+        "device": device_name(device),
         "threads": torch.get_num_threads(),
     }
-
-
-def _device_name(device: torch.device) -> str:
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    if device.type != "cpu":
-        return str(device)
-    cpus = Path("/proc/cpuinfo")
-    lines = cpus.read_text(encoding="utf-8").splitlines() if cpus.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return f"CPU, {names[0]}" if names else "CPU"

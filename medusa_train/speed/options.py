@@ -18,6 +18,7 @@ class SpeedupOptions:
         dtypes: that the base is tried in; the fastest is taken for each side. Empty for float32 and
             bfloat16 on a CPU, where either may win, and bfloat16 elsewhere.
         tree: file of the candidates; None for the tree of the heads, else the top-1 chain.
+        compiled: compile the steps of this package's decoder, with heads and without.
         chat_template: path or text; None for the tokenizer's own.
         num_probe: prompts on which dtypes are tried; 0 measures every dtype on all prompts.
         repeats: timed runs of each prompt, of which the median counts.
@@ -34,6 +35,7 @@ class SpeedupOptions:
     base_model: str | None = None
     dtypes: tuple[str, ...] = ()
     tree: Path | None = None
+    compiled: bool = False
     chat_template: str | None = None
     num_probe: int = 4
     repeats: int = 1

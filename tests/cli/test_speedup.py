@@ -133,6 +133,20 @@ def test_greedy_output_is_equal_in_float32(
     assert (report["identical_outputs"]["identical"], row["num_prompts"]) == (3, 3)
 
 
+# torch's own modules, when torch.compile imports them.
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated")
+def test_compiled_steps_say_so(
+    heads: Path, prompts: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out, _ = _call(
+        heads, "--prompts", prompts, "--num-prompts", 1, "--max-new-tokens", 12, "--compile",
+        "--dtype", "float32", "--json", capsys=capsys,
+    )  # fmt: skip
+    report = json.loads(out)
+    assert (code, report["compiled"]) == (0, True)
+    assert report["identical_outputs"]["identical"] == 1
+
+
 @pytest.mark.parametrize(("num_heads", "extra_rows"), [(1, 0), (8, 5)])
 def test_other_heads_and_bases(
     num_heads: int,
