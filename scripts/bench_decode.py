@@ -41,6 +41,7 @@ from medusa_train.errors import MedusaTrainError
 from medusa_train.evaluate.speed_report import speedup_summary
 from medusa_train.heads.checkpoint import read_spec
 from medusa_train.heads.model import MedusaHeads
+from medusa_train.host_memory import use_large_pages
 from medusa_train.medusa_model import MedusaModel, read_tree
 from medusa_train.speed.measure import measure_speedup
 from medusa_train.speed.options import SpeedupOptions
@@ -241,6 +242,7 @@ def _child(task: dict[str, Any]) -> dict[str, Any]:
 def main() -> None:
     """Run what was asked for."""
     options = _options()
+    use_large_pages()
     if options.child is not None:
         print(json.dumps(run_memory(json.loads(options.child))))
         return

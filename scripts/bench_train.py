@@ -47,7 +47,6 @@ from medusa_train.evaluate.ranks import compute_ranks
 from medusa_train.heads.model import MedusaHeads
 from medusa_train.hidden_states.cache import build_cache
 from medusa_train.hidden_states.shards import num_source_positions
-from medusa_train.host_memory import use_large_pages
 from medusa_train.losses import (
     IGNORE,
     chunked_cross_entropy,
@@ -440,7 +439,6 @@ def _child(task: dict[str, Any]) -> dict[str, Any]:
 def main() -> None:
     """Run what was asked for."""
     options = _options()
-    use_large_pages()
     if options.child is not None:
         task = json.loads(options.child)
         methods = {"published": run_published, "ours": run_ours, "memory": run_memory}

@@ -22,7 +22,6 @@ import typer
 import typer.core
 
 from medusa_train.errors import INTERRUPTED, MedusaTrainError
-from medusa_train.host_memory import use_large_pages
 
 WAIT_FOR_MAIN_SECONDS = 15.0
 
@@ -55,7 +54,6 @@ class ErrorGroup(typer.core.TyperGroup):
     ) -> Any:
         """Run the command and exit: 0 done, 1 failed, 2 bad input, 130 interrupted."""
         keep_output_clean()
-        use_large_pages()
         try:
             code = super().main(args, prog_name, complete_var, False, windows_expand_args, **extra)
         except MedusaTrainError as error:

@@ -13,6 +13,7 @@ from medusa_train.cli.app import Json, make_app
 from medusa_train.cli.options import BaseName, Dtype, IsCompiled, MaxNewTokens, Template, TreeFile
 from medusa_train.cli.speed import speedup
 from medusa_train.errors import InputError
+from medusa_train.host_memory import use_large_pages
 
 app = make_app("Measure trained Medusa heads, and write with them.", name="medusa-eval")
 app.command("speedup")(speedup)
@@ -323,4 +324,6 @@ def _load(
 
 def main() -> None:
     """The console script."""
+    # Before anything of torch is loaded.
+    use_large_pages()
     app()
