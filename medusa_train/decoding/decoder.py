@@ -7,7 +7,7 @@ of ``lm_head``.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,9 @@ from medusa_train.decoding.processed import Processors
 from medusa_train.decoding.statistics import Statistics
 from medusa_train.decoding.texts import Texts
 from medusa_train.tree.topology import Tree
+
+PREFILL_TOKENS = 512
+"""Tokens of one pass over prompts."""
 
 
 @dataclass(slots=True)
@@ -77,6 +80,7 @@ class Decoding:
         offloading: bool = False,
     ) -> None:
         self.passes = passes
+        self.window = plan.window
         model = passes.model
         self.heads = heads
         self.tree = tree
@@ -128,10 +132,27 @@ class Decoding:
             **inputs,
         )
         prepared.pop("use_cache", None)
-        logits, states = self.passes(**prepared)
+        for part in self._parts(prepared):
+            logits, states = self.passes(**part)
         self.cache.activate_past_recording()
         # A copy: with a view the whole prompt's states would stay.
         return logits[:, -1], states[:, -1].clone()
+
+    def _parts(self, prepared: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        """The prompts' pass in parts, so that a long prompt's activations take little memory.
+
+        Sliding layers and padded rows go in one piece.
+        """
+        num_rows, length = prepared["input_ids"].shape
+        size = max(1, PREFILL_TOKENS // num_rows)
+        if self.window is not None or bool(self.starts.any()):
+            size = length
+        mask: Tensor | None = prepared.get("attention_mask")
+        for start in range(0, length, size):
+            columns = slice(start, start + size)
+            part = {name: prepared[name][:, columns] for name in ("input_ids", "position_ids")}
+            seen = None if mask is None else mask[:, : columns.stop]
+            yield {**prepared, **part, "attention_mask": seen}
 
     def _step(self, roots: Sequence[int], states: Tensor) -> tuple[list[int], Tensor]:
         """Emit the roots and what is accepted after them; the next roots, and [b, D] states."""

@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import GenerationConfig, MaxTimeCriteria, TextStreamer
 from transformers.generation import BaseStreamer
 
+from medusa_train.decoding import decoder
 from medusa_train.decoding.acceptance import Typical
 from medusa_train.decoding.generate import Generated, Generator
 from medusa_train.errors import InputError
@@ -50,6 +51,40 @@ PROCESSORS: dict[str, dict[str, Any]] = {
     "prefix": {"prefix_allowed_tokens_fn": lambda row, ids: [(len(ids) * 7 + row) % 64, 5 + row]},
     "all": {"repetition_penalty": 1.3, "no_repeat_ngram_size": 3, "min_new_tokens": 4},
 }
+
+
+@pytest.mark.parametrize(
+    "architecture", ["llama", "gpt2", "opt", "mistral", "gemma2", "deepseek_v3", "gpt_neox"]
+)
+@pytest.mark.parametrize("num_rows", [1, 2])
+def test_a_long_prompt_is_read_in_parts(
+    architecture: str, num_rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = make_model(architecture, dtype=torch.float64).eval()
+    generator = Generator(model, random_heads(model), num_tokens=64)
+    sizes: list[int] = []
+    model.get_input_embeddings().register_forward_hook(
+        lambda _module, arguments, _output: sizes.append(arguments[0].numel())
+    )
+    ids = torch.randint(3, 64, (num_rows, 11), generator=torch.Generator().manual_seed(3))
+
+    def write() -> Tensor:
+        sizes.clear()
+        result = generator.generate(
+            ids, attention_mask=torch.ones_like(ids), tree=CHAIN, max_new_tokens=6, do_sample=False,
+            eos_token_id=None, pad_token_id=0,
+        )  # fmt: skip
+        assert isinstance(result, Tensor)
+        return result
+
+    whole = write()
+    assert sizes[0] == ids.numel()
+    monkeypatch.setattr(decoder, "PREFILL_TOKENS", 4 * num_rows)
+    assert torch.equal(write(), whole)
+    if generator.plan.window is None:
+        assert sizes[:3] == [4 * num_rows, 4 * num_rows, 3 * num_rows]
+    else:
+        assert sizes[0] == ids.numel()
 
 
 @pytest.mark.parametrize("name", PROCESSORS)
