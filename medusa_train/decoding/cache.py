@@ -99,10 +99,14 @@ class GrowingLayer(DynamicLayer):
     The library's own layer copies everything it has with each step. Here ``keys`` and ``values``
     [B, Hkv, S, D] are the first columns of a storage of a multiple of
     :data:`ROOM` columns.
+
+    Args:
+        length: columns that will be needed at once, the prompt's.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, length: int = 0) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._length = length
         self._storage: tuple[Tensor, Tensor] | None = None
 
     def update(
@@ -128,7 +132,7 @@ class GrowingLayer(DynamicLayer):
         assert self.values is not None
         end = self.get_seq_length() + num_columns
         if self._storage is None or end > self._storage[0].shape[2]:
-            capacity = -(-end // ROOM) * ROOM
+            capacity = -(-max(end, self._length) // ROOM) * ROOM
             self._storage = _grown(self.keys, capacity), _grown(self.values, capacity)
         return self._storage
 
@@ -156,8 +160,10 @@ def _grown(stored: Tensor, capacity: int) -> Tensor:
     return grown
 
 
-def new_cache(model: PreTrainedModel, *, num_rows: int, offloading: bool = False) -> Cache:
-    """An empty cache for ``num_rows`` rows.
+def new_cache(
+    model: PreTrainedModel, *, num_rows: int, length: int = 0, offloading: bool = False
+) -> Cache:
+    """An empty cache for ``num_rows`` rows, with room for ``length`` columns from the start.
 
     A sliding layer keeps the last columns of all rows together. Where rows accept different numbers
     of tokens those are not the last positions of each, so in a batch every layer keeps all columns
@@ -173,7 +179,7 @@ def new_cache(model: PreTrainedModel, *, num_rows: int, offloading: bool = False
     cache = DynamicCache(config=config)
     for index, layer in enumerate(cache.layers):
         if num_rows > 1 or type(layer) is DynamicLayer:
-            cache.layers[index] = GrowingLayer()
+            cache.layers[index] = GrowingLayer(length)
     return cache
 
 

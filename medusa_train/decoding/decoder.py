@@ -95,7 +95,9 @@ class Decoding:
         for node, parent in enumerate(self.parents[1:], start=1):
             self.children[parent].append(node)
         num_rows = len(texts.lengths)
-        self.cache = new_cache(model, num_rows=num_rows, offloading=offloading)
+        self.cache = new_cache(
+            model, num_rows=num_rows, length=texts.lengths[0], offloading=offloading
+        )
         self.rows = list(range(num_rows))
         self.starts = starts.to(device)
         # Columns of the cache.
