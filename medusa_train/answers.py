@@ -13,7 +13,7 @@ from medusa_train.data.chat import ChatTokenizer
 from medusa_train.decoding.acceptance import Typical
 from medusa_train.decoding.generate import Generated
 from medusa_train.errors import InputError
-from medusa_train.medusa_model import MedusaModel
+from medusa_train.medusa_model import GREEDY, MedusaModel
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,8 +149,7 @@ def write_answer(
 
 def _sampling(options: AnswerOptions) -> dict[str, Any]:
     if options.temperature == 0:
-        # What a model's own generation config says of sampling does not go with greedy decoding.
-        return {"do_sample": False, "temperature": 1.0, "top_p": 1.0, "top_k": 50}
+        return dict(GREEDY)
     return {
         "do_sample": True,
         "temperature": options.temperature,

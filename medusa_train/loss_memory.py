@@ -34,17 +34,3 @@ class LossMemory:
             kept = torch.empty(shape, dtype=dtype, device=like.device)
             self._kept[name] = kept
         return kept.detach()
-
-
-def empty(
-    memory: LossMemory | None,
-    name: str,
-    shape: Sequence[int],
-    *,
-    like: Tensor,
-    dtype: torch.dtype,
-) -> Tensor:
-    """From ``memory`` where there is one, else new."""
-    if memory is None:
-        return torch.empty(shape, dtype=dtype, device=like.device)
-    return memory.empty(name, shape, like=like, dtype=dtype)

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from medusa_train.loss_memory import LossMemory, empty
+from medusa_train.loss_memory import LossMemory
 
 BLOCK_ELEMENTS = 1 << 21
 """Elements that a CPU passes over several times before it goes on: they stay in its cache."""
@@ -64,7 +64,7 @@ def add_products(
         return
     mean = _mean_row(weight)
     shape = (min(SLICE_ROWS, len(slopes)), slopes.shape[1])
-    scratch = empty(memory, "magnitudes", shape, like=slopes, dtype=torch.int16)
+    scratch = (memory or LossMemory()).empty("magnitudes", shape, like=slopes, dtype=torch.int16)
     for start in range(0, len(slopes), SLICE_ROWS):
         rows = slice(start, start + SLICE_ROWS)
         columns, count = _filled_up(

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from medusa_train.loss_memory import LossMemory, empty
+from medusa_train.loss_memory import LossMemory
 from medusa_train.loss_products import add_products, block_rows, blocks, row_step
 
 IGNORE = -100
@@ -126,8 +126,8 @@ def chunked_cross_entropy(
         chunk_size or default_chunk_size(weight.shape[0]),
         compute_dtype or hidden_states.dtype,
         (num_candidates or weight.shape[0]) if with_ranks else 0,
-        memory,
-        gradient_memory,
+        memory or LossMemory(),
+        gradient_memory or LossMemory(),
     )
     return HeadLoss(loss_sum, ranks)
 
@@ -169,8 +169,8 @@ class _ChunkedCrossEntropy(Function):
         chunk_size: int,
         compute_dtype: torch.dtype,
         num_ranked: int,
-        memory: LossMemory | None,
-        gradient_memory: LossMemory | None,
+        memory: LossMemory,
+        gradient_memory: LossMemory,
     ) -> tuple[Tensor, Tensor]:
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         accumulate = torch.float64 if hidden_states.dtype == torch.float64 else torch.float32
@@ -185,16 +185,16 @@ class _ChunkedCrossEntropy(Function):
         grad_hidden = torch.zeros_like(x, dtype=accumulate) if needs_hidden else None
         grad_weight = None
         if needs_weight:
-            grad_weight = empty(gradient_memory, "gradient", w.shape, like=w, dtype=accumulate)
+            grad_weight = gradient_memory.empty("gradient", w.shape, like=w, dtype=accumulate)
             grad_weight.zero_()
         grad_bias = w.new_zeros(vocab_size, dtype=accumulate) if needs_bias else None
         loss_sum = x.new_zeros((), dtype=accumulate)
         ranks: list[Tensor] = []
-        buffer = empty(memory, "logits", (size, vocab_size), like=x, dtype=x.dtype)
+        buffer = memory.empty("logits", (size, vocab_size), like=x, dtype=x.dtype)
         targets = None
         if teacher is not None:
             assert teacher_states is not None
-            teacher_buffer = empty(memory, "teacher", buffer.shape, like=x, dtype=x.dtype)
+            teacher_buffer = memory.empty("teacher", buffer.shape, like=x, dtype=x.dtype)
             targets = _SoftTargets(teacher, teacher_states, teacher_buffer)
         for start in range(0, num_rows, size):
             rows = slice(start, min(start + size, num_padded))
@@ -241,10 +241,10 @@ class _ChunkedCrossEntropy(Function):
         return (*scaled, *[None] * 8)
 
 
-def _cast(weight: Tensor, dtype: torch.dtype, memory: LossMemory | None) -> Tensor:
+def _cast(weight: Tensor, dtype: torch.dtype, memory: LossMemory) -> Tensor:
     if weight.dtype == dtype:
         return weight
-    return empty(memory, "weight", weight.shape, like=weight, dtype=dtype).copy_(weight)
+    return memory.empty("weight", weight.shape, like=weight, dtype=dtype).copy_(weight)
 
 
 class _SoftTargets:
@@ -280,7 +280,7 @@ def _logits_to_gradient(
     ranks: list[Tensor],
     num_ranked: int,
     dtype: torch.dtype,
-    memory: LossMemory | None,
+    memory: LossMemory,
 ) -> Tensor:
     """Turn logits [n, V] in place into their gradient; return the summed cross-entropy [].
 
@@ -291,7 +291,7 @@ def _logits_to_gradient(
     soft_share = 0.0 if targets is None else targets.share
     step = block_rows(logits)
     # Fresh memory for each block would cost more in page faults than the softmax itself.
-    buffers = empty(memory, "blocks", (2, step, logits.shape[1]), like=logits, dtype=dtype)
+    buffers = memory.empty("blocks", (2, step, logits.shape[1]), like=logits, dtype=dtype)
     for rows in blocks(logits):
         values, gradient = buffers[:, : rows.stop - rows.start]
         values.copy_(logits[rows])

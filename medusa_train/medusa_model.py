@@ -23,6 +23,9 @@ from medusa_train.tree.topology import Tree, TreeError
 
 CHOICES_FILE = "medusa_choices.json"
 
+# What a model's own generation config says of sampling does not go with greedy decoding.
+GREEDY: dict[str, Any] = {"do_sample": False, "temperature": 1.0, "top_p": 1.0, "top_k": 50}
+
 Paths = Iterable[Sequence[int]]
 
 

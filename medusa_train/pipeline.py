@@ -22,8 +22,9 @@ import torch
 from medusa_train.console import format_seconds, is_main_process, log, table
 from medusa_train.distributed import on_main, process_group
 from medusa_train.errors import InputError
+from medusa_train.json_values import read_json
 from medusa_train.recipe.load import LoadedRecipe, dump_resolved
-from medusa_train.run_dir import RunDir, check_writable, locked, read_json, write_json, write_text
+from medusa_train.run_dir import RunDir, check_writable, locked, write_json, write_text
 from medusa_train.stage_actions import run_stage
 from medusa_train.stages import (
     STAGES,

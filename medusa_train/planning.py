@@ -152,6 +152,9 @@ def _inputs(loaded: LoadedRecipe, *, devices: int | None) -> _Inputs:
     quiet = recipe.model_copy(update={"tracking": TrackingSection(), "deepspeed": None})
     args = training_arguments(quiet, RunDir(loaded.run_dir), run_name=loaded.name)
     train, held_out = _amounts(loaded, batch_size=args.per_device_train_batch_size)
+    name = device_name(args.device)
+    if args.device.type == "cpu":
+        name = f"{name} ({torch.get_num_threads()} threads)"
     return _Inputs(
         loaded=loaded,
         config=config,
@@ -163,7 +166,7 @@ def _inputs(loaded: LoadedRecipe, *, devices: int | None) -> _Inputs:
         held_out=held_out,
         load=_load(recipe, args, train),
         device=Device(
-            name=device_name(args.device),
+            name=name,
             count=devices or num_devices(args.device),
             free_bytes=free_memory(args.device),
             process_bytes=process_bytes(),

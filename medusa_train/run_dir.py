@@ -20,8 +20,6 @@ from typing import Any
 
 from medusa_train.errors import InputError, MedusaTrainError
 from medusa_train.json_values import FINGERPRINT_LENGTH
-from medusa_train.json_values import fingerprint as fingerprint  # noqa: PLC0414 — for importers
-from medusa_train.json_values import read_json as read_json  # noqa: PLC0414 — for importers
 
 
 @dataclass(frozen=True, slots=True)

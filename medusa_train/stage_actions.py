@@ -27,9 +27,10 @@ from medusa_train.evaluate.tree_report import remove_tree
 from medusa_train.generation import generate
 from medusa_train.heads.checkpoint import load_heads, read_spec, save_tensors
 from medusa_train.hidden_states.cache import build_cache
+from medusa_train.json_values import read_json
 from medusa_train.medusa_model import MedusaModel
 from medusa_train.recipe.schema import DistillSection, Recipe
-from medusa_train.run_dir import atomic_directory, read_json
+from medusa_train.run_dir import atomic_directory
 from medusa_train.stages import Workspace
 from medusa_train.step_latency import step_kind, step_latency
 from medusa_train.train.build import build_trainer

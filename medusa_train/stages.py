@@ -31,13 +31,13 @@ from medusa_train.evaluate.tree_report import CHOICES_FILE, TREE_FILE
 from medusa_train.generation import load_section, make_chat
 from medusa_train.heads.checkpoint import SPEC_FILE, heads_fingerprint
 from medusa_train.hidden_states.cache import MANIFEST_FILE as CACHE_MANIFEST
+from medusa_train.json_values import fingerprint
 from medusa_train.recipe.deepspeed_block import read_deepspeed, zero_stage
 from medusa_train.recipe.load import LoadedRecipe
 from medusa_train.recipe.schema import HeadsSection, TrainSection
 from medusa_train.run_dir import (
     RunDir,
     file_fingerprint,
-    fingerprint,
 )
 from medusa_train.train.build import CacheLocation, TrainingData
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import platform
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
@@ -19,8 +18,10 @@ from medusa_train.console import log, warn
 from medusa_train.errors import InputError, MedusaTrainError
 from medusa_train.heads.checkpoint import heads_fingerprint, read_spec
 from medusa_train.heads.config import HeadsConfig
+from medusa_train.json_values import fingerprint, read_json
 from medusa_train.medusa_model import MedusaModel
-from medusa_train.run_dir import fingerprint, read_json, write_json
+from medusa_train.plan.device import device_name
+from medusa_train.run_dir import write_json
 from medusa_train.step_timing import NUM_TURNS, cache_length, measure_steps
 from medusa_train.tree.latency import LatencyCurve
 
@@ -94,22 +95,6 @@ def cache_directory() -> Path:
     # The convention has relative paths ignored.
     root = Path(given) if Path(given).is_absolute() else Path.home() / ".cache"
     return root / "medusa_train" / "latency"
-
-
-def device_name(device: torch.device) -> str:
-    """The device in words that tell it from other models of its kind."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    if device.type == "xpu":
-        return torch.xpu.get_device_name(device)
-    if device.type != "cpu":
-        return f"{device.type} {platform.machine()}"
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
-    named = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return named[0] if named else platform.processor() or platform.machine()
 
 
 def heads_latency(

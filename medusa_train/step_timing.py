@@ -16,7 +16,7 @@ import torch
 from medusa_train.console import progress, warn
 from medusa_train.decoding.generate import Generated
 from medusa_train.heads.model import num_candidate_rows
-from medusa_train.medusa_model import MedusaModel
+from medusa_train.medusa_model import GREEDY, MedusaModel
 from medusa_train.tree.latency import LatencyCurve
 from medusa_train.tree.search import Limits, marginal_tree
 from medusa_train.tree.topology import Tree
@@ -83,10 +83,7 @@ def _step_milliseconds(model: MedusaModel, prompt: torch.Tensor, tree: Tree) -> 
         attention_mask=torch.ones_like(prompt),
         tree=tree,
         max_new_tokens=NUM_TOKENS,
-        do_sample=False,
-        temperature=1.0,
-        top_p=1.0,
-        top_k=50,
+        **GREEDY,
         # No token ends the text.
         eos_token_id=model.heads.config.vocab_size,
         pad_token_id=0,

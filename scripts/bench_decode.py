@@ -43,6 +43,7 @@ from medusa_train.heads.checkpoint import read_spec
 from medusa_train.heads.model import MedusaHeads
 from medusa_train.host_memory import use_large_pages
 from medusa_train.medusa_model import MedusaModel, read_tree
+from medusa_train.plan.device import PeakMemory
 from medusa_train.speed.measure import measure_speedup
 from medusa_train.speed.options import SpeedupOptions
 
@@ -52,23 +53,6 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 
 # --- memory -----------------------------------------------------------------------------------
-
-
-class PeakMemory:
-    """The growth of this process's resident memory since the object was made, at its highest."""
-
-    def __init__(self) -> None:
-        Path("/proc/self/clear_refs").write_text("5")  # resets the high-water mark
-        self.start = self._read("VmRSS")
-
-    def growth(self) -> int:
-        """Bytes."""
-        return self._read("VmHWM") - self.start
-
-    @staticmethod
-    def _read(key: str) -> int:
-        lines = Path("/proc/self/status").read_text().splitlines()
-        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(key))
 
 
 class PreallocatedLayer(DynamicLayer):

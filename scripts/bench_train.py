@@ -54,6 +54,7 @@ from medusa_train.losses import (
     head_weights,
     label_offset,
 )
+from medusa_train.plan.device import PeakMemory
 from medusa_train.recipe.load import load_recipe
 from medusa_train.stages import Workspace
 from medusa_train.train.build import build_trainer
@@ -63,26 +64,6 @@ DECAY, LEARNING_RATE = 0.8, 1e-3
 TABLE_VOCAB, TABLE_HEADS, TABLE_HIDDEN = (32_000, 128_000, 256_000), (1, 5, 10), 64
 MIB = 2**20
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
-
-
-# --- memory -----------------------------------------------------------------------------------
-
-
-class PeakMemory:
-    """The growth of this process's resident memory since the object was made, at its highest."""
-
-    def __init__(self) -> None:
-        Path("/proc/self/clear_refs").write_text("5")  # resets the high-water mark
-        self.start = self._read("VmRSS")
-
-    def growth(self) -> int:
-        """Bytes."""
-        return self._read("VmHWM") - self.start
-
-    @staticmethod
-    def _read(key: str) -> int:
-        lines = Path("/proc/self/status").read_text().splitlines()
-        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(key))
 
 
 # --- the published loop -----------------------------------------------------------------------

@@ -85,7 +85,7 @@ def run(
 
 def _print_accuracy(directory: Path) -> None:
     from medusa_train.evaluate.report import REPORT_FILE, summary_text
-    from medusa_train.run_dir import read_json
+    from medusa_train.json_values import read_json
 
     path = directory / REPORT_FILE
     if path.exists():

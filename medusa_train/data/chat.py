@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from medusa_train.data.mask import EncodedRow, Turn, common_prefix, first_stop, rows_of_turns
 from medusa_train.data.prefixes import PrefixTokenizer
 from medusa_train.data.template import PROBES, ChatTemplate, TemplateRefusedError
-from medusa_train.run_dir import fingerprint
+from medusa_train.json_values import fingerprint
 
 
 @dataclass(frozen=True, slots=True)

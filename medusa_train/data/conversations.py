@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from medusa_train.errors import InputError, InputErrors
-from medusa_train.run_dir import atomic_path, fingerprint, read_json, write_json
+from medusa_train.json_values import fingerprint, read_json
+from medusa_train.run_dir import atomic_path, write_json
 
 SCHEMA_VERSION = 1
 CONVERSATIONS_FILE = "conversations.jsonl"

@@ -25,7 +25,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from medusa_train.errors import InputError
-from medusa_train.run_dir import atomic_path, read_json, write_json
+from medusa_train.json_values import read_json
+from medusa_train.run_dir import atomic_path, write_json
 
 SCHEMA_VERSION = 1
 TEACHER_DIRECTORY = "teacher_logprobs"

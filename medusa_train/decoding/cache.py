@@ -34,13 +34,11 @@ class CachePlan:
     Attributes:
         layers: kind of layer (the library's name) → index of the first layer of that kind. One
             entry means that the model takes one mask; several, that it takes a mapping.
-        num_layers: layers that have a cache.
         window: positions that a query of a sliding layer sees, itself included; None without such
             layers.
     """
 
     layers: dict[str, int]
-    num_layers: int
     window: int | None
 
 
@@ -90,15 +88,14 @@ def cache_plan(model: PreTrainedModel) -> CachePlan:
             f"{name}: its layers have different sliding windows, {sorted(windows)}; it cannot "
             "decode with heads"
         )
-    return CachePlan(kinds, len(layers), next(iter(windows), None))
+    return CachePlan(kinds, next(iter(windows), None))
 
 
 class GrowingLayer(DynamicLayer):
     """A layer of the library whose keys and values have room behind them.
 
     The library's own layer copies everything it has with each step. Here ``keys`` and ``values``
-    [B, Hkv, S, D] are the first columns of a storage of a multiple of
-    :data:`ROOM` columns.
+    [B, Hkv, S, D] are the first columns of a storage of a multiple of :data:`ROOM` columns.
 
     Args:
         length: columns that will be needed at once, the prompt's.

@@ -26,8 +26,9 @@ from medusa_train.tree.topology import Tree
 
 OPTIONS_FILE = "medusa_generate.json"
 
-# Heads are read once for each model; a model that goes takes its heads with it.
+# The heads, the export's tree, and what is wrong with the model as their base.
 _Loaded = tuple[Generator, Tree, str | None]
+# Heads are read once for each model; a model that goes takes its heads with it.
 _generators: weakref.WeakKeyDictionary[PreTrainedModel, dict[str, _Loaded]]
 _generators = weakref.WeakKeyDictionary()
 

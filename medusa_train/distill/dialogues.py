@@ -17,7 +17,7 @@ from medusa_train.data.template import TemplateRefusedError
 from medusa_train.distill.openings import Opening
 from medusa_train.distill.writer import Answer, TeacherLogprobs
 from medusa_train.errors import InputError
-from medusa_train.run_dir import fingerprint
+from medusa_train.json_values import fingerprint
 
 
 @dataclass(frozen=True, slots=True)

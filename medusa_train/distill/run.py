@@ -33,7 +33,8 @@ from medusa_train.distill.unit import Work, write_unit
 from medusa_train.distill.writer import Writer
 from medusa_train.errors import InputError, MedusaTrainError
 from medusa_train.interrupts import Interrupt, interruptible
-from medusa_train.run_dir import check_writable, locked, read_json, write_json
+from medusa_train.json_values import read_json
+from medusa_train.run_dir import check_writable, locked, write_json
 
 WORK = "generation"
 PLAN_FILE = "plan.json"

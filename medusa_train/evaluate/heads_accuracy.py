@@ -16,7 +16,7 @@ from medusa_train.evaluate.report import REPORT_FILE, write_report
 from medusa_train.evaluate.tree_report import write_tree
 from medusa_train.heads.checkpoint import heads_fingerprint, load_heads, read_spec
 from medusa_train.heads.config import HeadsConfig
-from medusa_train.run_dir import fingerprint, read_json
+from medusa_train.json_values import fingerprint, read_json
 
 
 def evaluate_heads(

@@ -19,8 +19,9 @@ from medusa_train.evaluate.tables import (
     sampling_phrase,
 )
 from medusa_train.evaluate.tree_picture import PICTURE, tree_plot
+from medusa_train.json_values import read_json
 from medusa_train.page.drawing import svg_file
-from medusa_train.run_dir import atomic_path, read_json, write_json, write_text
+from medusa_train.run_dir import atomic_path, write_json, write_text
 from medusa_train.tree.latency import LatencyCurve
 
 TREE_FILE = "tree.json"

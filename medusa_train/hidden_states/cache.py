@@ -38,7 +38,8 @@ from medusa_train.hidden_states.shards import (
     plan_shards,
     row_bytes,
 )
-from medusa_train.run_dir import atomic_path, read_json, write_json
+from medusa_train.json_values import read_json
+from medusa_train.run_dir import atomic_path, write_json
 
 SCHEMA_VERSION = 1
 MANIFEST_FILE = "manifest.json"

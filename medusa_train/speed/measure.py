@@ -14,12 +14,12 @@ from medusa_train.evaluate.equality import TIE_STEPS
 from medusa_train.evaluate.speed_report import write_speedup
 from medusa_train.heads.checkpoint import heads_fingerprint, read_spec
 from medusa_train.medusa_model import MedusaModel, read_tree
+from medusa_train.plan.device import device_name
 from medusa_train.run_dir import check_writable
 from medusa_train.speed.comparison import Comparison
 from medusa_train.speed.options import SpeedupOptions
 from medusa_train.speed.prompts import Prompts, load_prompts
 from medusa_train.speed.ways import Ways
-from medusa_train.step_latency import device_name
 
 REPORT_VERSION = 1
 

@@ -13,17 +13,10 @@ from transformers import StoppingCriteriaList
 
 from medusa_train.decoding.generate import Generated
 from medusa_train.evaluate.speedup import BASELINE, SELF, Timing
-from medusa_train.medusa_model import MedusaModel
+from medusa_train.medusa_model import GREEDY, MedusaModel
 
-# What a generation config of the model itself may say does not go with plain greedy decoding.
-_GREEDY = {
-    "do_sample": False,
-    "num_beams": 1,
-    "temperature": 1.0,
-    "top_p": 1.0,
-    "top_k": 50,
-    "repetition_penalty": 1.0,
-}
+# Nor do beams and penalties, in a comparison of speed.
+_GREEDY = {**GREEDY, "num_beams": 1, "repetition_penalty": 1.0}
 
 
 @dataclass(frozen=True, slots=True)

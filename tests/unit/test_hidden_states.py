@@ -24,8 +24,8 @@ from medusa_train.hidden_states.cache import (
 )
 from medusa_train.hidden_states.quantised import dequantise_rows, quantise_rows
 from medusa_train.hidden_states.reading import ShardReader, num_kept, read_ahead, spare_memory
+from medusa_train.json_values import fingerprint
 from medusa_train.pipeline import run_pipeline
-from medusa_train.run_dir import fingerprint
 from medusa_train.stages import Workspace, fingerprint_of
 from medusa_train.train.build import build_trainer
 from tests.models_for_tests import file_hashes, make_model, save_base

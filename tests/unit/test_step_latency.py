@@ -11,10 +11,10 @@ import torch
 
 from medusa_train.errors import InputError
 from medusa_train.medusa_model import MedusaModel
+from medusa_train.plan.device import device_name
 from medusa_train.step_latency import (
     StepKind,
     cache_directory,
-    device_name,
     step_kind,
     step_latency,
 )
