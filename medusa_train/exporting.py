@@ -1,67 +1,352 @@
-"""From heads and the base model that they name to what an engine loads."""
+"""From heads and their base model to what an engine loads, checked by reading it back."""
 
 from __future__ import annotations
 
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from medusa_train.base_model.fingerprint import base_fingerprint
+from torch import Tensor
+
+from medusa_train.base_facts import BaseFacts, check_shape, read_facts, read_lm_head
+from medusa_train.base_model.fingerprint import base_fingerprint, model_file, weight_files
 from medusa_train.base_model.load import load_tokenizer
-from medusa_train.errors import InputError
+from medusa_train.errors import InputError, MedusaTrainError
+from medusa_train.export import combined, fasterdecoding, mlc, nxd, tensorrt_llm, tgi, vllm
+from medusa_train.export.loaders.view import Request
+from medusa_train.export.source import (
+    HeadTensors,
+    ServeOptions,
+    Written,
+    as_layout,
+    cast,
+    folded,
+    read_heads,
+)
 from medusa_train.export.transformers import export_transformers
-from medusa_train.heads.checkpoint import read_spec
-from medusa_train.heads.config import BaseIdentity
+from medusa_train.export.verify import Target, Verification, verify
+from medusa_train.heads.config import BaseIdentity, Layout
 from medusa_train.medusa_model import CHOICES_FILE, read_tree
-from medusa_train.run_dir import check_writable
+from medusa_train.run_dir import atomic_directory, check_writable, write_text
 from medusa_train.tree.topology import Tree, TreeError
 
+TREE_TARGETS = frozenset({"fasterdecoding", "tensorrt-llm", "nxd", "combined", "transformers"})
+"""Engines that take a candidate tree; the others run a chain."""
+_BESIDE_BASE = frozenset({"nxd", "transformers"})
 
-def export_for_transformers(
-    heads: Path, output: Path, *, base_model: str | None = None, tree_file: Path | None = None
-) -> list[str]:
-    """What ``medusa-train export transformers`` does; loads no weights of the base model.
+
+@dataclass(frozen=True)
+class Exported:
+    """An export that was read back without an error.
+
+    Attributes:
+        output: its directory.
+        files: that were written, by name.
+        start: how to start the engine, in Markdown.
+        warnings: what its user should know.
+        verification: what the engine does with it.
+    """
+
+    output: Path
+    files: tuple[str, ...]
+    start: str
+    warnings: tuple[str, ...]
+    verification: Verification
+
+
+@dataclass(frozen=True)
+class ExportChoices:
+    """What a user may choose; None and ``auto`` leave it to the heads.
+
+    Attributes:
+        base_model: hub id or directory of the base.
+        tree_file: JSON list of paths.
+        dtype: ``auto`` (as stored), ``float32``, ``bfloat16`` or ``float16``.
+        num_heads: keep the first so many.
+        layout: ``full`` or ``shared``, where nothing is lost.
+        num_speculative_tokens: length of the chain.
+        min_version: oldest version of vLLM that has to load the export, such as ``0.25``.
+    """
+
+    base_model: str | None = None
+    tree_file: Path | None = None
+    dtype: str = "auto"
+    num_heads: int | None = None
+    layout: Layout | None = None
+    num_speculative_tokens: int | None = None
+    min_version: str | None = None
+
+
+def export_heads(
+    target: Target, heads: Path, output: Path, *, choices: ExportChoices | None = None
+) -> Exported:
+    """What ``medusa-train export`` does.
 
     Args:
+        target: the engine.
         heads: a heads directory.
-        output: the directory to write.
-        base_model: hub id or directory; None for the one that the heads name.
-        tree_file: None for the heads' own tree, else the top-1 chain.
+        output: a new or empty directory; for ``nxd`` and ``transformers`` also a copy of the base.
+        choices: what the user chose.
 
     Returns:
-        The names of the files that were written.
+        What was written.
 
     Raises:
-        InputError: no heads or base, another base, a tree that the heads cannot fill, or an export
-            is there.
+        InputError: no heads or base, another base, heads that the engine cannot load (with its
+            reason), a tree that the heads cannot fill, or an export is there.
+        MedusaTrainError: read back, the export is not what was exported; it is removed.
     """
-    config, identity = read_spec(heads)
-    check_writable(output)
-    is_named = base_model is None
-    # The base that the heads name need not be here; a process that decodes checks it.
-    for model in [base_model, str(output) if (output / "config.json").exists() else None]:
-        if model is not None:
-            _check_base(heads, identity, model)
-    tokenizer = load_tokenizer(
-        base_model or identity.name_or_path,
-        gguf_file=identity.gguf_file if is_named else None,
-        revision=identity.revision if is_named else None,
+    chosen = choices or ExportChoices()
+    _check_choices(target, chosen)
+    _check_output(target, output)
+    source = read_heads(heads, num_heads=chosen.num_heads)
+    facts = _facts(heads, source, output, chosen)
+    options = _serve_options(target, heads, output, source, chosen)
+    source = replace(source, model_type=str(facts.config["model_type"]))
+    if chosen.layout not in {None, source.config.layout}:
+        source = as_layout(source, chosen.layout, lm_head=_lm_head(heads, source.base, facts))
+    _check(target, source, options)
+    if target == "vllm" and source.config.layout == "shared":
+        source = replace(source, lm_head=_lm_head(heads, source.base, facts))
+    rule = facts.logit_rule
+    if target != "transformers":  # its decoder looks at the order of the logits alone
+        source = folded(source, scale=rule.scale, soft_cap=rule.soft_cap)
+    source = cast(source, chosen.dtype)
+    with _output_directory(target, output) as directory:
+        before = _files(directory)
+        written = _write(target, source, directory, options, facts)
+        warnings = (*written.warnings, *_logit_warnings(source))
+        write_readme(directory, target, start=written.start, warnings=warnings)
+        request = Request(
+            directory,
+            output.resolve().name,
+            num_speculative_tokens=_verified_tokens(target, options),
+            version=options.min_version,
+            base_config=facts.config,
+        )
+        verification = verify(target, request, heads=source)
+        if not verification.is_good:
+            raise MedusaTrainError(
+                f"{output}: not exported: read back as {verification.engine} does, "
+                f"{'; '.join(verification.errors)}; please report it"
+            )
+        files = tuple(sorted(_files(directory) - before))
+    return Exported(output, files, written.start, warnings, verification)
+
+
+def write_readme(directory: Path, target: str, *, start: str, warnings: tuple[str, ...]) -> None:
+    """Write ``README.md``: the start command and the warnings.
+
+    Beside a base model, whose own README.md stays as it is, it is ``README.medusa.md``.
+    """
+    name = "README.medusa.md" if (directory / "README.md").exists() else "README.md"
+    points = "".join(f"- {warning[:1].upper()}{warning[1:]}.\n" for warning in warnings)
+    known = f"\n## Good to know\n\n{points}" if points else ""
+    text = f"# Medusa heads for {target}\n\n## Start\n\n{start}{known}"
+    write_text(directory / name, text)
+
+
+def _write(
+    target: Target, source: HeadTensors, directory: Path, options: ServeOptions, facts: BaseFacts
+) -> Written:
+    match target:
+        case "fasterdecoding":
+            return fasterdecoding.write(source, directory, options)
+        case "tgi":
+            return tgi.write(source, directory, options)
+        case "vllm":
+            return vllm.write(source, directory, options)
+        case "tensorrt-llm":
+            return tensorrt_llm.write(source, directory, options)
+        case "mlc":
+            return mlc.write(source, directory, options)
+        case "nxd":
+            return nxd.write(source, directory, options)
+        case "combined":
+            return _write_combined(source, directory, options, facts)
+        case "transformers":
+            tokenizer = load_tokenizer(
+                facts.name_or_path, gguf_file=facts.gguf_file, revision=facts.revision
+            )
+            return export_transformers(source, directory, options, num_tokens=len(tokenizer))
+
+
+def _write_combined(
+    source: HeadTensors, directory: Path, options: ServeOptions, facts: BaseFacts
+) -> Written:
+    name, revision = facts.name_or_path, facts.revision
+    config = model_file(name, "config.json", revision=revision)
+    if config is None or facts.gguf_file is not None:
+        raise InputError(
+            f"{name}: combined copies the base's safetensors files, and it has none; save it as "
+            "safetensors first"
+        )
+    written = combined.write(
+        source,
+        directory,
+        options,
+        base_config=config,
+        base_weights=weight_files(name, revision=revision),
     )
-    choices = tree_file or heads / CHOICES_FILE
-    tree = Tree.chain(config.num_heads)
-    if tree_file is not None or choices.exists():
-        tree = read_tree(choices)
-    try:
-        tree.check_fits(num_heads=config.num_heads, top_k=config.num_logits)
-    except TreeError as error:
-        raise InputError(f"{choices}: {error}; give a tree that the heads can fill") from error
-    return export_transformers(heads, output, tree=tree, num_tokens=len(tokenizer))
+    load_tokenizer(name, revision=revision).save_pretrained(directory)
+    generation = model_file(name, "generation_config.json", revision=revision)
+    if generation is not None:
+        shutil.copyfile(generation, directory / generation.name)
+    return written
 
 
-def _check_base(heads: Path, identity: BaseIdentity, model: str) -> None:
-    gguf_file = identity.gguf_file if model == identity.name_or_path else None
-    found = base_fingerprint(model, gguf_file=gguf_file)
+def _check(target: Target, source: HeadTensors, options: ServeOptions) -> None:
+    match target:
+        case "fasterdecoding":
+            fasterdecoding.check(source, options)
+        case "tgi":
+            tgi.check(source, options)
+        case "vllm":
+            vllm.check(source, options)
+        case "tensorrt-llm":
+            tensorrt_llm.check(source, options)
+        case "mlc":
+            mlc.check(source, options)
+        case "nxd":
+            nxd.check(source, options)
+        case "combined":
+            combined.check(source, options)
+        case "transformers":
+            pass  # our own decoder loads all heads
+
+
+def _check_choices(target: Target, chosen: ExportChoices) -> None:
+    if chosen.min_version is not None and target != "vllm":
+        raise InputError("--min-version: is for vllm alone; leave it out")
+    if chosen.tree_file is not None and target not in TREE_TARGETS:
+        raise InputError(
+            f"--tree: {target} runs only a chain; give --num-speculative-tokens instead"
+        )
+    if chosen.num_speculative_tokens is not None and target in TREE_TARGETS:
+        raise InputError(f"--num-speculative-tokens: {target} takes a tree; give --tree instead")
+
+
+def _check_output(target: Target, output: Path) -> None:
+    there = output.is_dir() and any(output.iterdir())
+    is_base = there and target in _BESIDE_BASE and (output / "config.json").exists()
+    names = {"nxd": (nxd.WEIGHTS_FILE,), "transformers": ("custom_generate", "heads_spec.json")}
+    for name in names.get(target, ()):
+        if (output / name).exists():
+            raise InputError(
+                f"{output / name}: is there already; give another directory or remove it"
+            )
+    if (there and not is_base) or (output.exists() and not output.is_dir()):
+        raise InputError(f"{output}: is there already; give another directory or remove it")
+    check_writable(output.parent)
+
+
+def _facts(heads: Path, source: HeadTensors, output: Path, chosen: ExportChoices) -> BaseFacts:
+    facts = read_facts(source.base, base_model=chosen.base_model)
+    check_shape(facts, source.config, where=heads)
+    # The base that the heads name may be there without weights; others have to be its copies.
+    in_output = str(output) if (output / "config.json").exists() else None
+    for model in (chosen.base_model, in_output):
+        if model is not None:
+            gguf_file = source.base.gguf_file if model == source.base.name_or_path else None
+            found = base_fingerprint(model, gguf_file=gguf_file)
+            _check_base(heads, source.base, model, found)
+    return facts
+
+
+def _check_base(heads: Path, identity: BaseIdentity, model: str, found: str) -> None:
     if found != identity.fingerprint:
         raise InputError(
             f"{heads}: heads of the base model {identity.name_or_path} with fingerprint "
             f"{identity.fingerprint}, but {model} has {found}; give the base that they were "
             "trained on, or a copy of its files"
         )
+
+
+def _lm_head(heads: Path, identity: BaseIdentity, facts: BaseFacts) -> Tensor:
+    _check_base(heads, identity, facts.name_or_path, facts.fingerprint())
+    return read_lm_head(facts)
+
+
+def _serve_options(
+    target: Target, heads: Path, output: Path, source: HeadTensors, chosen: ExportChoices
+) -> ServeOptions:
+    num_heads = source.config.num_heads
+    wanted = chosen.num_speculative_tokens
+    if wanted is not None and not 1 <= wanted <= num_heads:
+        raise InputError(
+            f"--num-speculative-tokens: must be from 1 to {num_heads}, the number of heads; got "
+            f"{wanted}"
+        )
+    length = wanted or num_heads
+    tree = Tree.chain(length)
+    if target in TREE_TARGETS:
+        tree = _tree(heads, source, chosen)
+    version = None if chosen.min_version is None else parse_version(chosen.min_version)
+    return ServeOptions(output, tree, length, version)
+
+
+def _tree(heads: Path, source: HeadTensors, chosen: ExportChoices) -> Tree:
+    num_heads, own = source.config.num_heads, heads / CHOICES_FILE
+    path = chosen.tree_file or own
+    if chosen.tree_file is not None:
+        tree = read_tree(path)
+    elif own.exists():
+        found = read_tree(own)
+        depth = num_heads if chosen.num_heads is not None else found.depth
+        tree = Tree(tuple(path for path in found.paths if len(path) <= depth))
+    else:
+        tree = Tree.chain(num_heads)
+    try:
+        tree.check_fits(num_heads=num_heads, top_k=source.config.num_logits)
+    except TreeError as error:
+        raise InputError(f"{path}: {error}; give a tree that the heads can fill") from error
+    return tree
+
+
+def parse_version(text: str) -> tuple[int, int]:
+    """``0.25`` or ``v0.25.1`` as numbers.
+
+    Raises:
+        InputError: it is no version.
+    """
+    parts = text.removeprefix("v").split(".")
+    if len(parts) < 2 or not all(part.isdigit() for part in parts[:2]):
+        raise InputError(f"--min-version: must be a version such as 0.25, got {text!r}")
+    return int(parts[0]), int(parts[1])
+
+
+def _verified_tokens(target: Target, options: ServeOptions) -> int | None:
+    return None if target in TREE_TARGETS else options.num_speculative_tokens
+
+
+def _logit_warnings(source: HeadTensors) -> Iterator[str]:
+    if source.soft_cap is not None:
+        yield (
+            f"the base soft-caps its logits at {source.soft_cap:g} and the exported heads do not: "
+            "the order of the tokens, which alone decides, is the same"
+        )
+    if source.logit_scale != 1.0:
+        yield f"the base's logit scale of {source.logit_scale:g} is in the exported matrices"
+
+
+@contextmanager
+def _output_directory(target: Target, output: Path) -> Iterator[Path]:
+    """Where to write: a directory that takes its place at the end, or the base's, cleaned up."""
+    if not (target in _BESIDE_BASE and (output / "config.json").exists()):
+        with atomic_directory(output) as temporary:
+            yield temporary
+        return
+    before = _files(output)
+    try:
+        yield output
+    except BaseException:
+        for name in _files(output) - before:
+            (output / name).unlink()
+        shutil.rmtree(output / "custom_generate", ignore_errors=True)
+        raise
+
+
+def _files(directory: Path) -> set[str]:
+    return {str(p.relative_to(directory)) for p in directory.rglob("*") if p.is_file()}

@@ -121,7 +121,7 @@ def check_features(model: PreTrainedModel, *, num_probe_tokens: int = 8) -> Logi
             "heads cannot be trained on this architecture"
         )
     raw = F.linear(seen[0], weight, bias)
-    for rule in _candidate_rules(model.config):
+    for rule in candidate_rules(model.config):
         if is_close(rule.apply(raw), logits):
             return rule
     raise InputError(
@@ -130,7 +130,8 @@ def check_features(model: PreTrainedModel, *, num_probe_tokens: int = 8) -> Logi
     )
 
 
-def _candidate_rules(config: Any) -> list[LogitRule]:
+def candidate_rules(config: Any) -> list[LogitRule]:
+    """What a model with this config may do after ``lm_head``; the last of them is nothing."""
     text_config = config.get_text_config()
 
     def values(names: tuple[str, ...]) -> list[float]:

@@ -30,11 +30,11 @@ def base_fingerprint(
         InputError: no config or no weights are found there.
     """
     if gguf_file is not None:
-        path = _file(name_or_path, gguf_file, revision=revision)
+        path = model_file(name_or_path, gguf_file, revision=revision)
         if path is None:
             raise InputError(f"{name_or_path}: no file {gguf_file} in it")
         return fingerprint({"gguf": _sample(path)})
-    config_path = _file(name_or_path, "config.json", revision=revision)
+    config_path = model_file(name_or_path, "config.json", revision=revision)
     if config_path is None:
         if not Path(name_or_path).exists():
             raise InputError(
@@ -43,7 +43,7 @@ def base_fingerprint(
             )
         raise InputError(f"{name_or_path}: no config.json in it, so it is no model")
     config = _json_object(config_path)
-    files = _weight_files(name_or_path, revision=revision)
+    files = weight_files(name_or_path, revision=revision)
     return fingerprint(
         {
             "config": {key: value for key, value in config.items() if key not in _PATH_KEYS},
@@ -52,26 +52,36 @@ def base_fingerprint(
     )
 
 
-def _weight_files(name_or_path: str, *, revision: str | None) -> list[Path]:
+def weight_files(name_or_path: str, *, revision: str | None = None) -> list[Path]:
+    """The weights of a hub id or a local directory, shard after shard.
+
+    Raises:
+        InputError: there are none, or one is missing.
+    """
     for single in _SINGLE_FILES:
-        index = _file(name_or_path, f"{single}.index.json", revision=revision)
+        index = model_file(name_or_path, f"{single}.index.json", revision=revision)
         if index is not None:
             weight_map = _json_object(index).get("weight_map")
             if not isinstance(weight_map, dict):
                 raise InputError(f"{index}: has no weight_map; fetch it again")
             shards = sorted(set(weight_map.values()))
-            paths = [_file(name_or_path, shard, revision=revision) for shard in shards]
+            paths = [model_file(name_or_path, shard, revision=revision) for shard in shards]
             if None in paths:
                 missing = shards[paths.index(None)]
                 raise InputError(f"{name_or_path}: the weights file {missing} is missing")
             return [path for path in paths if path is not None]
-        path = _file(name_or_path, single, revision=revision)
+        path = model_file(name_or_path, single, revision=revision)
         if path is not None:
             return [path]
     raise InputError(f"{name_or_path}: no {' or '.join(_SINGLE_FILES)} in it, so it has no weights")
 
 
-def _file(name_or_path: str, filename: str, *, revision: str | None) -> Path | None:
+def model_file(name_or_path: str, filename: str, *, revision: str | None = None) -> Path | None:
+    """A file of a hub id or a local directory, or None where it has none of that name.
+
+    Raises:
+        InputError: the hub refuses the model.
+    """
     try:
         path = cached_file(
             name_or_path,

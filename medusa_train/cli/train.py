@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from medusa_train.cli.app import Json, Overrides, make_app, print_errors
+from medusa_train.cli.export import export, verify
 from medusa_train.cli.plot import plot
 from medusa_train.errors import InputError
 
@@ -163,44 +164,8 @@ def _print_plan(estimate: Estimate) -> None:
         console.print(part, markup=not isinstance(part, str))
 
 
-class Target(enum.StrEnum):
-    """What heads can be exported for."""
-
-    TRANSFORMERS = "transformers"
-
-
-@app.command()
-def export(
-    target: Annotated[Target, typer.Argument(help="The engine.")],
-    heads: Annotated[Path, typer.Argument(help="A heads directory, such as RUN/heads.")],
-    output: Annotated[Path, typer.Argument(help="The directory to write.")],
-    base_model: Annotated[
-        str | None,
-        typer.Option(help="Hub id or directory of the base. Default: the one the heads name."),
-    ] = None,
-    tree: Annotated[
-        Path | None,
-        typer.Option(help="JSON list of paths. Default: the heads' own, else the top-1 chain."),
-    ] = None,
-    as_json: Json = False,
-) -> None:
-    """Write the heads in the form that an engine loads.
-
-    transformers: a directory for model.generate(custom_generate=DIR, heads=DIR).
-    """
-    del target  # there is one so far
-    from medusa_train.exporting import export_for_transformers
-
-    files = export_for_transformers(heads, output, base_model=base_model, tree_file=tree)
-    if as_json:
-        typer.echo(json.dumps({"output": str(output), "files": files}))
-    else:
-        typer.echo(
-            f"{output}: {len(files)} files; model.generate(custom_generate={str(output)!r}, "
-            f"heads={str(output)!r}, trust_remote_code=True)"
-        )
-
-
+app.command()(export)
+app.command()(verify)
 app.command()(plot)
 
 

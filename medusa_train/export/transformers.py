@@ -11,46 +11,57 @@ import ast
 import importlib.util
 import json
 import re
-import shutil
 from pathlib import Path
 
 from medusa_train.decoding.custom_generate import OPTIONS_FILE
-from medusa_train.errors import InputError
-from medusa_train.heads.checkpoint import SPEC_FILE, WEIGHTS_FILE, read_spec
-from medusa_train.tree.topology import Tree
+from medusa_train.export.format_a import write_safetensors
+from medusa_train.export.source import HeadTensors, ServeOptions, Written
+from medusa_train.heads.checkpoint import SPEC_FILE, WEIGHTS_FILE
+from medusa_train.heads.config import to_spec
+from medusa_train.run_dir import write_json, write_text
 
 ENTRY = "medusa_train.decoding.custom_generate"
 PACKAGE = "medusa_train."
 
 
-def export_transformers(heads: Path, output: Path, *, tree: Tree, num_tokens: int) -> list[str]:
+def export_transformers(
+    heads: HeadTensors, directory: Path, options: ServeOptions, *, num_tokens: int
+) -> Written:
     """Write the directory.
 
     Args:
-        heads: a heads directory.
-        output: a new or empty directory, or one that holds the base model.
-        tree: the candidates of each step.
+        heads: any.
+        directory: where to; it may hold the base model.
+        options: the candidates of each step, and the directory's name for the commands.
         num_tokens: ids of the tokenizer; greater ones are never proposed.
-
-    Returns:
-        The names of the files that were written.
-
-    Raises:
-        InputError: no heads, or an export is there already.
     """
-    read_spec(heads)
-    code = output / "custom_generate"
-    for path in (code, output / WEIGHTS_FILE):
-        if path.exists():
-            raise InputError(f"{path}: is there already; give another directory or remove it")
+    code = directory / "custom_generate"
     code.mkdir(parents=True)
-    for name in (WEIGHTS_FILE, SPEC_FILE):
-        shutil.copyfile(heads / name, output / name)
-    options = {"num_tokens": num_tokens, "tree": [list(path) for path in tree.paths]}
-    (output / OPTIONS_FILE).write_text(json.dumps(options) + "\n", encoding="utf-8")
+    write_safetensors(directory / WEIGHTS_FILE, heads.tensors)
+    write_json(directory / SPEC_FILE, to_spec(heads.config, heads.base))
+    values = {"num_tokens": num_tokens, "tree": [list(path) for path in options.tree.paths]}
+    write_text(directory / OPTIONS_FILE, json.dumps(values) + "\n")
     for name, text in flattened(ENTRY).items():
         (code / name).write_text(text, encoding="utf-8")
-    return sorted(str(path.relative_to(output)) for path in output.rglob("*") if path.is_file())
+    place = str(options.directory)
+    return Written(
+        f"""\
+torch and transformers are all that it needs:
+
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+base = {heads.base.name_or_path!r}
+model = AutoModelForCausalLM.from_pretrained(base)
+tokenizer = AutoTokenizer.from_pretrained(base)
+inputs = tokenizer("Hello", return_tensors="pt")
+ids = model.generate(
+    **inputs, custom_generate={place!r}, heads={place!r}, trust_remote_code=True, do_sample=False
+)
+print(tokenizer.decode(ids[0]))
+```
+"""
+    )
 
 
 def flattened(entry: str) -> dict[str, str]:

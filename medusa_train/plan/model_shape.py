@@ -82,8 +82,8 @@ def load_config(
         config = AutoConfig.from_pretrained(name_or_path, **options)
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise InputError(
-            f"{name_or_path}: its config cannot be loaded: {first_line(error)}; a plan needs the "
-            "config alone: give a directory with its config.json, or a machine that reaches the hub"
+            f"{name_or_path}: its config cannot be loaded: {first_line(error)}; give a "
+            "directory with its config.json, or a machine that reaches the hub"
         ) from error
     assert isinstance(config, PretrainedConfig)
     return config

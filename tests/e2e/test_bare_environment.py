@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
-from medusa_train.exporting import export_for_transformers
+from medusa_train.exporting import export_heads
 from tests.decoding_for_tests import save_heads_directory
 from tests.models_for_tests import save_base
 
@@ -108,9 +108,9 @@ def test_an_export_runs_where_only_torch_and_transformers_are(tmp_path: Path) ->
     resized = save_base(tmp_path / "resized", extra_rows=8)
     heads = save_heads_directory(tmp_path / "heads", base=base, layout="full")
     export, both = tmp_path / "export", tmp_path / "both"
-    export_for_transformers(heads, export)
+    export_heads("transformers", heads, export)
     shutil.copytree(base, both)
-    export_for_transformers(heads, both)
+    export_heads("transformers", heads, both)
     python, absent = bare_environment(tmp_path / "environment")
     assert {"medusa_train", "datasets", "accelerate", "pytest"} <= set(absent)
     paths = map(str, (base, other, export, both, resized))
