@@ -1,4 +1,4 @@
-"""``medusa-train export`` and ``verify``: heads in the forms of engines."""
+"""``medusa-train export``, ``import`` and ``verify``: heads in the forms of engines."""
 
 from __future__ import annotations
 
@@ -105,6 +105,62 @@ def export(
     else:
         typer.echo(f"{output}: {len(result.files)} files, read back as {target.value} does")
         typer.echo(f"\n{result.start.strip()}")
+
+
+def import_heads(
+    source: Annotated[
+        Path, typer.Argument(metavar="SRC", help="A directory with heads in any engine's form.")
+    ],
+    output: Annotated[Path, typer.Argument(help="The heads directory to write.")],
+    base_model: Annotated[
+        str | None,
+        typer.Option(help="Hub id or directory of the base. Default: the one the config names."),
+    ] = None,
+    layout: Annotated[
+        Layout | None,
+        typer.Option(
+            help="full: copy the base's lm_head into each head; shared: leave equal copies away. "
+            "Default: what the tensors have."
+        ),
+    ] = None,
+    file: Annotated[
+        str | None, typer.Option(help="Read this weights file of SRC alone. Default: all of them.")
+    ] = None,
+    trust_tensors: Annotated[
+        bool,
+        typer.Option("--trust-tensors", help="Where config.json says otherwise, take the tensors."),
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Make a heads directory from heads in any engine's form.
+
+    The form is told from names and shapes. Pickles may hold tensors and nothing else; nothing in
+    SRC is run.
+    """
+    from medusa_train.importing import import_heads as do_import
+
+    result = do_import(
+        source,
+        output,
+        base_model=base_model,
+        layout=layout.value if layout else None,
+        file=file,
+        trust_tensors=trust_tensors,
+    )
+    config = result.config
+    if as_json:
+        facts = {"output": str(output), "names": result.convention, "files": list(result.files)}
+        shape = {"num_heads": config.num_heads, "num_layers": config.num_layers}
+        typer.echo(
+            json.dumps(
+                {**facts, **shape, "layout": config.layout, "base": result.base.name_or_path}
+            )
+        )
+    else:
+        typer.echo(
+            f"{output}: {config.num_heads} heads of {config.num_layers} layers, layout "
+            f"{config.layout}, of {result.base.name_or_path}; from {', '.join(result.files)}"
+        )
 
 
 def verify(

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from medusa_train.cli.app import Json, Overrides, make_app, print_errors
-from medusa_train.cli.export import export, verify
+from medusa_train.cli.export import export, import_heads, verify
 from medusa_train.cli.plot import plot
 from medusa_train.errors import InputError
 
@@ -165,6 +165,7 @@ def _print_plan(estimate: Estimate) -> None:
 
 
 app.command()(export)
+app.command("import")(import_heads)
 app.command()(verify)
 app.command()(plot)
 
