@@ -60,6 +60,10 @@ class RunDir:
     def report(self) -> Path:
         return self.root / "report"
 
+    @property
+    def exports(self) -> Path:
+        return self.root / "exports"
+
 
 @contextmanager
 def atomic_path(path: Path) -> Iterator[Path]:

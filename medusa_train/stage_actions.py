@@ -24,14 +24,15 @@ from medusa_train.evaluate.heads_accuracy import add_tree, evaluate_heads
 from medusa_train.evaluate.ranks import RANKS_FILE, read_ranks
 from medusa_train.evaluate.tree import search_tree
 from medusa_train.evaluate.tree_report import remove_tree
+from medusa_train.exporting import TREE_TARGETS, ExportChoices, export_heads
 from medusa_train.generation import generate
 from medusa_train.heads.checkpoint import load_heads, read_spec, save_tensors
 from medusa_train.hidden_states.cache import build_cache
 from medusa_train.json_values import read_json
 from medusa_train.medusa_model import MedusaModel
 from medusa_train.recipe.schema import DistillSection, Recipe
-from medusa_train.run_dir import atomic_directory
-from medusa_train.stages import Workspace
+from medusa_train.run_dir import atomic_directory, write_json
+from medusa_train.stages import EXPORTS_FILE, Workspace
 from medusa_train.step_latency import step_kind, step_latency
 from medusa_train.train.build import build_trainer
 from medusa_train.train.checkpoints import last_checkpoint
@@ -49,6 +50,7 @@ def run_stage(stage: str, workspace: Workspace) -> Mapping[str, Any]:
         "train": _train,
         "accuracy": _accuracy,
         "tree": _tree,
+        "export": _export,
     }
     action = actions[stage]
     if stage in _ON_ALL_PROCESSES:
@@ -243,6 +245,32 @@ def _tree(workspace: Workspace) -> Mapping[str, Any]:
         facts=record.get("facts"),
     )
     return {"num_nodes": result["num_nodes"]}
+
+
+def _export(workspace: Workspace) -> Mapping[str, Any]:
+    section, run = workspace.recipe.export, workspace.run
+    shutil.rmtree(run.exports, ignore_errors=True)
+    written: dict[str, list[str]] = {}
+    for target in section.targets:
+        runs_chain = target not in TREE_TARGETS
+        result = export_heads(
+            target,
+            run.heads,
+            run.exports / target,
+            choices=ExportChoices(
+                dtype=section.dtype,
+                num_heads=section.num_heads,
+                layout=section.layout,
+                num_speculative_tokens=section.num_speculative_tokens if runs_chain else None,
+                min_version=section.min_version if target == "vllm" else None,
+            ),
+        )
+        for warning in result.warnings:
+            warn(warning)
+        log(f"{result.output}: read back as {target} does")
+        written[target] = list(result.files)
+    write_json(run.exports / EXPORTS_FILE, written)
+    return {"targets": list(written)}
 
 
 def _latency(workspace: Workspace) -> LatencyCurve:

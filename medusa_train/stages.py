@@ -44,7 +44,10 @@ from medusa_train.train.build import CacheLocation, TrainingData
 # Keys of a recipe that came after runs were fingerprinted without them.
 _LATER_KEYS = frozenset({"hidden_states_dtype", "init_from"})
 
-STAGES = ("data", "distill", "hidden-states", "train", "accuracy", "tree")
+EXPORTS_FILE = "exports.json"
+"""In ``exports/``: what was exported; written last."""
+
+STAGES = ("data", "distill", "hidden-states", "train", "accuracy", "tree", "export")
 """Every stage, in order. ``data`` reads a file, ``distill`` writes the data; a run has one."""
 
 
@@ -170,6 +173,8 @@ def named_stages(loaded: LoadedRecipe) -> list[str]:
         stages.append("accuracy")
         if loaded.recipe.evaluate.tree is not None:
             stages.append("tree")
+    if loaded.recipe.export.targets:
+        stages.append("export")
     return stages
 
 
@@ -184,6 +189,8 @@ def outputs_of(stage: str, run: RunDir) -> list[Path]:
             return [run.heads / SPEC_FILE]
         case "tree":
             return [run.report / TREE_FILE, run.heads / CHOICES_FILE]
+        case "export":
+            return [run.exports / EXPORTS_FILE]
         case _:
             return [run.report / "heads_accuracy.json"]
 
@@ -199,6 +206,8 @@ def directories_of(stage: str, run: RunDir) -> list[Path]:
             return [run.checkpoints, run.heads]
         case "tree":
             return []  # its files lie among others', and are written over
+        case "export":
+            return [run.exports]
         case _:
             return [run.report]
 
@@ -250,12 +259,24 @@ def fingerprint_of(stage: str, workspace: Workspace) -> str | None:
             if settings["tree"] and not settings["tree"]["for_this_device"]:
                 del settings["tree"]["for_this_device"]  # older runs were fingerprinted without it
             return fingerprint([content, settings]) if needed else None
+        case "export":
+            return _export_fingerprint(workspace)
         case _:
             if not outputs_of("train", workspace.run)[0].exists():
                 return None
             heads = heads_fingerprint(workspace.run.heads)
             settings = recipe.evaluate.model_dump(exclude={"tree"})
             return fingerprint([loading, data, cutting, heads, settings])
+
+
+def _export_fingerprint(workspace: Workspace) -> str | None:
+    run = workspace.run
+    if not outputs_of("train", run)[0].exists():
+        return None
+    choices = run.heads / CHOICES_FILE
+    tree = file_fingerprint(choices) if choices.exists() else None
+    section = workspace.recipe.export.model_dump()
+    return fingerprint([heads_fingerprint(run.heads), tree, section])
 
 
 def _deciding(section: HeadsSection | TrainSection) -> dict[str, Any]:

@@ -128,6 +128,8 @@ def _type_name(option: Any) -> str:
     if base is list:
         [item] = get_args(option)
         origin = getattr(item, "__origin__", item)
+        if any(isinstance(choice, str) for choice in get_args(item)):
+            return f"list of {_type_name(item)}"
         return "list of sections" if _is_section(origin) else f"list of {_type_name(item)}s"
     names = {bool: "true, false", int: "whole number", float: "number", str: "text"}
     return names.get(base, "section")

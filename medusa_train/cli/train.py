@@ -30,6 +30,7 @@ class Stage(enum.StrEnum):
     TRAIN = "train"
     ACCURACY = "accuracy"
     TREE = "tree"
+    EXPORT = "export"
 
 
 @app.command()

@@ -14,6 +14,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from medusa_train.recipe.deepspeed_block import check_deepspeed
+from medusa_train.recipe.export_block import export_mistakes
 from medusa_train.recipe.schema import DistillSection, EvaluateSection, HeadsSection, Recipe
 from medusa_train.recipe.trainer_block import check_trainer
 from medusa_train.recipe.yaml_reader import Key, show
@@ -22,6 +23,10 @@ Config = TypeVar("Config", bound=BaseModel)
 Wrong = tuple[Key, str]
 """A key and what is wrong with its value."""
 
+_PATTERNS = {
+    "languages": "must be a language's code of two or three letters, such as en",
+    "min_version": "must be a version such as 0.25",
+}
 _WANTED = {
     "bool_type": "must be true or false",
     "dict_type": "must be a section of keys and values",
@@ -29,7 +34,6 @@ _WANTED = {
     "greater_than": "must be more than {gt:g}",
     "greater_than_equal": "must be at least {ge:.12g}",
     "list_type": "must be a list",
-    "string_pattern_mismatch": "must be a language's code of two or three letters, such as en",
     "too_short": "must have at least one item",
     "int_type": "must be a whole number",
     "int_from_float": "must be a whole number",
@@ -68,6 +72,8 @@ def combined_mistakes(schema: type[BaseModel], value: Mapping[str, Any]) -> Iter
     yield from _hidden_state_mistakes(train, data)
     if schema is Recipe:
         yield from _tree_mistakes(value, data)
+        for name, message in export_mistakes(_section(value, "export"), _section(value, "heads")):
+            yield ("export", name), message
     trainer = _section(train, "trainer")
     for name, message in check_trainer(trainer):
         yield ("train", "trainer", name), message
@@ -214,6 +220,9 @@ def _message(schema: type[BaseModel], detail: ErrorDetails) -> str:
             return f"must be text; got {show(got)}{quote}"
         case "string_too_short":
             return _WANTED[kind]
+        case "string_pattern_mismatch":
+            name = next(name for name in reversed(key) if isinstance(name, str))
+            return f"{_PATTERNS[name]}; got {show(got)}"
         case _ if kind in _WANTED:
             return f"{_WANTED[kind].format(**detail.get('ctx', {}))}; got {show(got)}"
     return f"{detail['msg']}; got {show(got)}"
@@ -227,8 +236,13 @@ def _known_keys(schema: type[BaseModel], key: Key) -> str:
 
 
 def _choices(schema: type[BaseModel], key: Key) -> str:
-    annotation = _model_at(schema, key[:-1]).model_fields[str(key[-1])].annotation
-    return ", ".join(str(choice) for choice in get_args(annotation))
+    if isinstance(key[-1], int):  # an item of a list
+        annotation = _model_at(schema, key[:-2]).model_fields[str(key[-2])].annotation
+        [annotation] = get_args(annotation)
+    else:
+        annotation = _model_at(schema, key[:-1]).model_fields[str(key[-1])].annotation
+    options = [choice for option in get_args(annotation) for choice in get_args(option) or [option]]
+    return ", ".join(str(choice) for choice in options if choice is not type(None))
 
 
 def _model_at(schema: type[BaseModel], key: Key) -> type[BaseModel]:

@@ -257,6 +257,30 @@ class EvaluateSection(Section):
     """Find the best candidate tree; null leaves the stage out."""
 
 
+ExportTarget = Literal[
+    "fasterdecoding", "tgi", "vllm", "tensorrt-llm", "mlc", "nxd", "combined", "transformers"
+]
+
+
+class ExportSection(Section):
+    """The forms for engines that a run writes, each to `exports/` and its target's name."""
+
+    targets: list[ExportTarget] = Field(default_factory=list)
+    """The engines; empty leaves the stage out."""
+    layout: Literal["full", "shared"] | None = None
+    """`full` copies the base's `lm_head` into each head, `shared` leaves equal copies away; null
+    writes them as trained."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Type of the weights; `auto` is that of the heads."""
+    num_heads: Count | None = None
+    """Keep the first N heads; null keeps all."""
+    num_speculative_tokens: Count | None = None
+    """Length of the chain, for engines without trees; null is all heads."""
+    min_version: Annotated[str, Field(pattern=r"^[0-9]+\.[0-9]+")] | None = None
+    """Oldest version of vLLM that has to load the export, in quotes, such as `"0.25"`; null is
+    every version up to 0.32."""
+
+
 class TrackingSection(Section):
     """Where the curves go besides `metrics.jsonl`."""
 
@@ -289,6 +313,8 @@ class Recipe(Section):
     `recipes/deepspeed/zero2.json`; null trains without DeepSpeed."""
     evaluate: EvaluateSection = EvaluateSection()
     """What the accuracy report holds, and which tree is found."""
+    export: ExportSection = ExportSection()
+    """The forms for engines that are written."""
     tracking: TrackingSection = TrackingSection()
     """Where the curves go besides `metrics.jsonl`."""
     run_dir: Text | None = None

@@ -170,6 +170,26 @@ def test_a_tree_for_this_device(
     assert json.loads(kept.read_text())["latency_ms"] == tree["latency_ms"]
 
 
+def test_exports_follow_the_heads_and_the_tree(
+    tmp_path: Path, base: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = cyclic_rows(24)
+    overrides = ["evaluate.tree={num_nodes: 4}", "export={targets: [vllm, nxd], dtype: bfloat16}"]
+    run = run_pipeline(write_recipe(tmp_path, base=base, rows=rows, overrides=overrides))
+    written = json.loads((run.exports / "exports.json").read_text())
+    assert set(written) == {"vllm", "nxd"}
+    assert "model.safetensors" in written["vllm"]
+    tree = json.loads((run.heads / "medusa_choices.json").read_text())
+    assert json.loads((run.exports / "nxd" / "medusa_choices.json").read_text()) == tree
+    assert str(run.exports / "vllm") in (run.exports / "vllm" / "README.md").read_text()
+    capsys.readouterr()
+    run_pipeline(load_recipe(tmp_path / "recipe.yaml", overrides))
+    assert "export: up to date" in capsys.readouterr().err
+    other = load_recipe(tmp_path / "recipe.yaml", [overrides[0], "export={targets: [tgi]}"])
+    run_pipeline(other, only="export")
+    assert sorted(path.name for path in run.exports.iterdir()) == ["exports.json", "tgi"]
+
+
 def test_the_command_line_knows_every_stage() -> None:
     assert tuple(Stage) == STAGES
 

@@ -91,7 +91,7 @@ tracking: {wandb: yes}
         "x.yaml:18: evaluate: must be a section of keys and values; remove it for the defaults; "
         "got null",
         "x.yaml:19: zebra: unknown key; known keys: base_model, heads, data, train, deepspeed, "
-        "evaluate, tracking, run_dir",
+        "evaluate, export, tracking, run_dir",
         "x.yaml:20: tracking.wandb: must be true or false; got 'yes'",
     ]
 
@@ -215,6 +215,40 @@ def test_packing_is_for_online_states(write):
         (
             ["heads.num_heads=3", "evaluate.tree.max_depth=4"],
             "evaluate.tree.max_depth: must be at most heads.num_heads, which is 3; got 4",
+        ),
+        (
+            ["export.targets=[vllm, sglang]"],
+            "export.targets.1: must be one of fasterdecoding, tgi, vllm, tensorrt-llm, mlc, nxd, "
+            "combined, transformers; got 'sglang'",
+        ),
+        (["export.targets=[tgi, tgi]"], "export.targets: tgi is there twice"),
+        (
+            ["export.targets=[tgi]", "heads.vocab_size=100"],
+            "export.targets: tgi cannot load these heads: their vocabulary is truncated; write "
+            "heads.vocab_size: null, or heads.layout: shared for vllm",
+        ),
+        (
+            ["export.targets=[vllm]", "heads.vocab_size=100"],
+            "export.targets: vllm cannot load these heads: their vocabulary is truncated; write "
+            "heads.vocab_size: null, or heads.layout: shared for vllm",
+        ),
+        (
+            ["export.targets=[mlc]", "heads.layout=shared"],
+            "export.targets: mlc cannot load these heads: they share the base's lm_head; write "
+            "export.layout: full",
+        ),
+        (
+            ["export.targets=[nxd]", "heads.num_layers=2"],
+            "export.targets: nxd cannot load these heads: they have 2 layers each; write "
+            "heads.num_layers: 1",
+        ),
+        (
+            ["export={targets: [tgi], num_heads: 6}", "heads.num_heads=5"],
+            "export.num_heads: must be at most heads.num_heads, which is 5; got 6",
+        ),
+        (
+            ["export={targets: [vllm], min_version: new}"],
+            "export.min_version: must be a version such as 0.25; got 'new'",
         ),
         (["evaluate.tree.num_nodes=0"], "evaluate.tree.num_nodes: must be at least 1; got 0"),
         (
