@@ -6,17 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from medusa_train.base_model.load import BaseModel, load_base_model
-from medusa_train.console import log, warn
+from medusa_train.base_model.load import load_base_model
+from medusa_train.console import log
 from medusa_train.data.chat import ChatTokenizer
-from medusa_train.data.conversations import (
-    CONVERSATIONS_FILE,
-    Conversation,
-    check_token_ids,
-    is_dataset,
-    read_conversations,
-)
-from medusa_train.data.sources import load_conversations_file, truncate_rows
+from medusa_train.data.conversations import Conversation
+from medusa_train.data.given import given_conversations
 from medusa_train.errors import InputError
 from medusa_train.evaluate.heads_accuracy import evaluate_heads
 from medusa_train.heads.checkpoint import read_spec
@@ -85,7 +79,16 @@ def measure_heads(
             revision=identity.revision if same else None,
             dtype=dtype,
         )
-        rows = _rows(data, base, chat_template=chat_template, max_length=identity.max_length)
+        rows = given_conversations(
+            data,
+            chat=lambda: ChatTokenizer(
+                base.tokenizer,
+                stop_ids=base.stop_ids,
+                chat_template=read_chat_template(chat_template),
+            ),
+            num_tokens=base.num_tokens,
+            max_length=identity.max_length,
+        )
     log(f"{config.num_heads} heads, {len(rows)} conversations")
     return evaluate_heads(
         base,
@@ -98,28 +101,3 @@ def measure_heads(
         metrics=run.metrics if run.metrics.exists() else None,
         facts={"text": "held out by the run" if data is None else str(data)},
     )
-
-
-def _rows(
-    data: Path, base: BaseModel, *, chat_template: str | None, max_length: int | None
-) -> Sequence[Conversation]:
-    if is_dataset(data):
-        path = data / CONVERSATIONS_FILE
-        rows = read_conversations(data)
-    else:
-        chat = ChatTokenizer(
-            base.tokenizer,
-            stop_ids=base.stop_ids,
-            chat_template=read_chat_template(chat_template),
-        )
-        path = data
-        rows, report = load_conversations_file(data, chat)
-        for line in report.location_lines():
-            warn(line)
-    check_token_ids(rows, vocab_size=base.num_tokens, path=path)
-    if max_length is None:
-        return rows
-    kept, cut = truncate_rows(rows, max_length=max_length, directory=data)
-    for line in cut.location_lines():
-        warn(line)
-    return kept

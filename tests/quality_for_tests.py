@@ -89,4 +89,5 @@ def merged_by_hand(adapters: Path, *, base: Path) -> PreTrainedModel:
             if f"{key}.base_layer.bias" in tensors:
                 module.bias.copy_(tensors[f"{key}.base_layer.bias"])
     assert isinstance(model, PreTrainedModel)
-    return model.eval()
+    model.eval()
+    return model

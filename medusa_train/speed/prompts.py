@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -33,10 +34,12 @@ class Prompt:
     Attributes:
         ids: up to where the answer begins.
         category: as its file names it; None where it does not.
+        question: what the user says last, or the text to go on from; None where no text is known.
     """
 
     ids: tuple[int, ...]
     category: str | None
+    question: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +90,7 @@ def load_prompts(
     tally = Tally()
     held_out = _held_out(heads, base_model) if file is None else None
     if held_out is not None:
-        rows = _first_prompts(held_out)
+        rows = first_prompts(held_out)
         what = "first user turns that the run held out"
     else:
         tokenizer = load_tokenizer(name, gguf_file=gguf_file, revision=revision)
@@ -96,13 +99,47 @@ def load_prompts(
             stop_ids=load_stop_ids(name, tokenizer=tokenizer, revision=revision),
             chat_template=read_chat_template(chat_template),
         )
-        rows = _of_file(file or demo_prompts_path(), chat, tally)
+        rows = file_prompts(file or demo_prompts_path(), chat, tally)
         what = "prompts that come with the package" if file is None else file.name
-    limit = load_max_length(name, revision=revision)
+    return kept_prompts(
+        rows,
+        tally,
+        what=what,
+        where=str(file or what),
+        max_length=load_max_length(name, revision=revision),
+        max_new_tokens=max_new_tokens,
+        num_prompts=num_prompts,
+    )
+
+
+def kept_prompts(
+    rows: Iterator[tuple[str, Prompt]],
+    tally: Tally,
+    *,
+    what: str,
+    where: str,
+    max_length: int | None,
+    max_new_tokens: int,
+    num_prompts: int | None,
+) -> Prompts:
+    """The prompts that leave room for an answer; the others are counted and said.
+
+    Args:
+        rows: each with where it is from.
+        tally: counts them; has what was dropped while they were read.
+        what: where they are from, in words.
+        where: the same, for messages.
+        max_length: positions of the base model; None: no limit.
+        max_new_tokens: of an answer.
+        num_prompts: the first so many; None for all.
+
+    Raises:
+        InputError: none is left.
+    """
     kept: list[Prompt] = []
-    for where, prompt in rows:
-        if limit is not None and len(prompt.ids) + max_new_tokens > limit:
-            tally.drop(NO_ROOM, where, detail=f"{len(prompt.ids)} tokens")
+    for place, prompt in rows:
+        if max_length is not None and len(prompt.ids) + max_new_tokens > max_length:
+            tally.drop(NO_ROOM, place, detail=f"{len(prompt.ids)} tokens")
             continue
         tally.keep()
         kept.append(prompt)
@@ -113,7 +150,7 @@ def load_prompts(
         warn(line)
     if not kept:
         why = report.summary() or "there are no rows"
-        raise InputError(f"{file or what}: no prompt to measure with: {why}")
+        raise InputError(f"{where}: no prompt to measure with: {why}")
     log(f"prompts: {len(kept)}, {what}")
     return Prompts(kept, what, report.num_dropped)
 
@@ -132,17 +169,31 @@ def _held_out(heads: Path, base_model: str | None) -> Sequence[Conversation] | N
     return workspace.data.eval or None
 
 
-def _first_prompts(rows: Sequence[Conversation]) -> Iterator[tuple[str, Prompt]]:
-    """What came before the first answer of each conversation."""
+def first_prompts(rows: Sequence[Conversation]) -> Iterator[tuple[str, Prompt]]:
+    """What came before the first answer of each conversation, where there is something."""
     for row in rows:
         answers = sum(message["role"] == "assistant" for message in row.messages)
         # A row of a later answer of its conversation has earlier answers in its prompt.
         if row.messages and answers != len(row.assistant_spans):
             continue
-        yield f"row {row.id}", Prompt(row.input_ids[: row.assistant_spans[0][0]], None)
+        before = takewhile(lambda message: message["role"] != "assistant", row.messages)
+        ids = row.input_ids[: row.assistant_spans[0][0]] if row.assistant_spans else ()
+        if not ids:
+            continue  # plain text is an answer from its first token
+        yield f"row {row.id}", Prompt(ids, None, _last_text(before))
 
 
-def _of_file(path: Path, chat: ChatTokenizer, tally: Tally) -> Iterator[tuple[str, Prompt]]:
+def file_prompts(path: Path, chat: ChatTokenizer, tally: Tally) -> Iterator[tuple[str, Prompt]]:
+    """The first user turns of a file's rows; what cannot be used is dropped and counted.
+
+    Args:
+        path: in any format that a generation reads.
+        chat: encodes them.
+        tally: counts the rows that are dropped.
+
+    Raises:
+        InputError: no such file, or chats without a template.
+    """
     is_lines = path.suffix.lower() == ".txt" and path.is_file()
     for raw in iterate_lines(path) if is_lines else iterate_rows(path):
         if raw.error is not None:
@@ -157,7 +208,8 @@ def _of_file(path: Path, chat: ChatTokenizer, tally: Tally) -> Iterator[tuple[st
         except TemplateRefusedError as error:
             tally.drop(REFUSED, raw.location, detail=str(error.__cause__ or error))
             continue
-        yield raw.location, Prompt(ids, _category(raw))
+        question = _last_text(turns.messages) if turns.text is None else turns.text
+        yield raw.location, Prompt(ids, _category(raw), question)
 
 
 def _ids(turns: Turns, raw: RawRow, chat: ChatTokenizer) -> tuple[int, ...]:
@@ -170,6 +222,12 @@ def _ids(turns: Turns, raw: RawRow, chat: ChatTokenizer) -> tuple[int, ...]:
             "template; give one with --chat-template, or plain text to be continued"
         )
     return chat.encode_text(turns.text).input_ids
+
+
+def _last_text(messages: Iterable[Mapping[str, Any]]) -> str | None:
+    """What the last of these messages says."""
+    *_, content = [None, *(message.get("content") for message in messages)]
+    return content if isinstance(content, str) and content else None
 
 
 def _category(raw: RawRow) -> str | None:

@@ -36,7 +36,8 @@ def _load(base: Path, changed: Path) -> Pair:
 def _model(directory: Path) -> PreTrainedModel:
     model = AutoModelForCausalLM.from_pretrained(directory)
     assert isinstance(model, PreTrainedModel)
-    return model.eval()
+    model.eval()
+    return model
 
 
 def _check(drift: Drift, wanted: Sequence[reference.Place]) -> None:
