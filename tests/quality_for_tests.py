@@ -42,6 +42,7 @@ def save_adapters(
     scale: float = 0.2,
     seed: int = 2,
     bias: str = "none",
+    init: bool | str = True,
 ) -> Path:
     """LoRA adapters at random, in the files that peft reads, written without it."""
     model = AutoModelForCausalLM.from_pretrained(base)
@@ -69,6 +70,7 @@ def save_adapters(
         "lora_dropout": 0.5,
         "target_modules": sorted(layers),
         "bias": bias,
+        "init_lora_weights": init,
     }
     (directory / "adapter_config.json").write_text(json.dumps(config))
     return directory

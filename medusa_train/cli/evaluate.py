@@ -11,12 +11,14 @@ import typer
 
 from medusa_train.cli.app import Json, make_app
 from medusa_train.cli.options import BaseName, Dtype, IsCompiled, MaxNewTokens, Template, TreeFile
+from medusa_train.cli.quality import quality
 from medusa_train.cli.speed import speedup
 from medusa_train.errors import InputError
 from medusa_train.host_memory import use_large_pages
 
 app = make_app("Measure trained Medusa heads, and write with them.", name="medusa-eval")
 app.command("speedup")(speedup)
+app.command("quality")(quality)
 
 
 @app.command("heads-accuracy")

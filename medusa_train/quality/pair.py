@@ -7,7 +7,6 @@ them.
 
 from __future__ import annotations
 
-import importlib.util
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -17,16 +16,13 @@ from typing import Any, Literal
 
 from transformers import PreTrainedModel
 
-from medusa_train.base_model.fingerprint import base_fingerprint
+from medusa_train.base_model.changed import adapter_config, changed_fingerprint, is_adapters
 from medusa_train.base_model.load import BaseModel, load_base_model
 from medusa_train.console import log
 from medusa_train.errors import InputError
-from medusa_train.json_values import fingerprint, read_json
-from medusa_train.run_dir import RunDir, file_fingerprint
 
-ADAPTER_CONFIG = "adapter_config.json"
 DTYPE = "float32"
-_ADAPTER_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
+_HARMLESS_STARTS = (True, False, "gaussian")
 
 Side = Literal["original", "changed"]
 SIDES: tuple[Side, ...] = ("original", "changed")
@@ -54,66 +50,14 @@ class Pair:
             yield self.original if side == "original" else self.changed
 
 
-def changed_directory(run: RunDir) -> Path | None:
-    """The changed base of a run: its adapters, or else its whole model; None: there is neither."""
-    for directory, name in ((run.root / "adapters", ADAPTER_CONFIG), (run.root / "base", "")):
-        if (directory / (name or "config.json")).exists():
-            return directory
-    return None
-
-
-def is_adapters(directory: Path) -> bool:
-    """Whether it holds adapters rather than a model."""
-    return (directory / ADAPTER_CONFIG).exists()
-
-
-def changed_fingerprint(directory: Path) -> str:
-    """The fingerprint of a changed model's files.
-
-    Raises:
-        InputError: it is neither a model nor adapters.
-    """
-    if not is_adapters(directory):
-        return base_fingerprint(str(directory))
-    config = {k: v for k, v in _adapter_config(directory).items() if not k.endswith("_path")}
-    weights = [directory / name for name in _ADAPTER_WEIGHTS if (directory / name).exists()]
-    if not weights:
-        raise InputError(f"{directory}: no {_ADAPTER_WEIGHTS[0]} in it, so it has no adapters")
-    return fingerprint({"config": config, "weights": file_fingerprint(weights[0])})
-
-
-def named_base(directory: Path) -> str | None:
-    """The base model that adapters name; None for a plain model."""
-    if not is_adapters(directory):
-        return None
-    name = _adapter_config(directory).get("base_model_name_or_path")
-    return name if isinstance(name, str) and name else None
-
-
-def check_changed(directory: Path) -> None:
-    """Refuse what is no changed model, before weights are loaded.
-
-    Raises:
-        InputError: no such directory, nothing in it, or adapters without peft.
-    """
-    if not directory.is_dir():
-        raise InputError(
-            f"{directory}: no such directory; give a model's, or one of adapters that peft reads"
-        )
-    changed_fingerprint(directory)
-    if is_adapters(directory) and importlib.util.find_spec("peft") is None:
-        raise InputError(
-            f"{directory}: holds adapters, and the package peft is not installed; pip install peft"
-        )
-
-
 def load_pair(options: Mapping[str, Any], *, changed: Path) -> Pair:
     """Load both models in fp32.
 
     Args:
         options: of :func:`medusa_train.base_model.load.load_base_model` for the original: its name,
             and not its dtype.
-        changed: directory of the changed model, which :func:`check_changed` lets pass.
+        changed: directory of the changed model, which
+            :func:`medusa_train.base_model.changed.check_changed` lets pass.
 
     Raises:
         InputError: one of them cannot be loaded, or they do not have the same tokens.
@@ -138,9 +82,7 @@ def _with_adapters(original: BaseModel, options: Mapping[str, Any], directory: P
     from peft import PeftModel
 
     log(f"loading the adapters in {directory}")
-    config = _adapter_config(directory)
-    # Trained biases stay when other adapters are switched off.
-    can_switch = config.get("peft_type") == "LORA" and config.get("bias", "none") == "none"
+    can_switch = _can_be_switched_off(adapter_config(directory))
     under = original if can_switch else load_base_model(**options, dtype=DTYPE)
     try:
         with warnings.catch_warnings():
@@ -169,9 +111,14 @@ def _with_adapters(original: BaseModel, options: Mapping[str, Any], directory: P
     return Pair(original, changed, adapters=adapted if can_switch else None)
 
 
-def _adapter_config(directory: Path) -> dict[str, Any]:
-    path = directory / ADAPTER_CONFIG
-    config = read_json(path)
-    if not isinstance(config, dict):
-        raise InputError(f"{path}: must be a JSON object, got {type(config).__name__}")
-    return config
+def _can_be_switched_off(config: Mapping[str, Any]) -> bool:
+    """Whether a model without its adapters is the original again.
+
+    Trained biases stay when adapters are switched off, and some ways to begin a LoRA take a part of
+    the model's own weights away.
+    """
+    return (
+        config.get("peft_type") == "LORA"
+        and config.get("bias", "none") == "none"
+        and config.get("init_lora_weights", True) in _HARMLESS_STARTS
+    )

@@ -10,12 +10,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from medusa_train.base_model.changed import check_changed
 from medusa_train.errors import InputError
 from medusa_train.evaluate.accuracy import bootstrap_weights
 from medusa_train.evaluate.quality import Drift, quality_figures, verdict
 from medusa_train.quality import compare
 from medusa_train.quality.compare import measure_drift
-from medusa_train.quality.pair import Pair, check_changed, load_pair
+from medusa_train.quality.pair import Pair, load_pair
 from tests.models_for_tests import ARCHITECTURES, save_base
 from tests.quality_for_tests import ROWS, merged_by_hand, save_adapters, save_changed
 from tests.reference import quality_reference as reference
@@ -106,6 +107,18 @@ def test_trained_biases_need_a_model_of_their_own(tmp_path: Path) -> None:
         num_tokens=pair.original.num_tokens,
     )
     _check(measure_drift(pair, ROWS), wanted)
+
+
+def test_adapters_that_take_from_the_weights_need_a_model_of_their_own(
+    tmp_path: Path, base: Path
+) -> None:
+    """OLoRA begins with a part of each weight, which is missing when the adapters are off."""
+    pair = _load(base, save_adapters(tmp_path / "adapters", base=base, init="olora"))
+    assert pair.original.model is not pair.changed.model
+    ids = torch.tensor([ROWS[0].input_ids])
+    with torch.no_grad(), pair.using("original") as original:
+        logits = original.model(ids, use_cache=False).logits
+        assert torch.equal(logits, _model(base)(ids, use_cache=False).logits)
 
 
 @pytest.mark.parametrize("kind", ["copy", "adapters of zero"])
