@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from medusa_train.cli.app import Json
+from medusa_train.cli.hub import IsDryRun, IsPublic, PushTo, exported
 from medusa_train.cli.options import Dtype
 
 
@@ -72,6 +73,9 @@ def export(
         Dtype, typer.Option(help="Of the weights; auto is that of the heads' file.")
     ] = Dtype.AUTO,
     min_version: MinVersion = None,
+    push_to_hub: PushTo = None,
+    public: IsPublic = False,
+    dry_run: IsDryRun = False,
     as_json: Json = False,
 ) -> None:
     """Write the heads in the form that an engine loads.
@@ -81,28 +85,29 @@ def export(
     are refused with its reason.
     """
     from medusa_train.console import warn
-    from medusa_train.exporting import ExportChoices, export_heads
 
-    result = export_heads(
-        target.value,
-        heads,
-        output,
-        choices=ExportChoices(
-            base_model=base_model,
-            tree_file=tree,
-            dtype=dtype.value,
-            num_heads=num_heads,
-            layout=layout.value if layout else None,
-            num_speculative_tokens=num_speculative_tokens,
-            min_version=min_version,
-        ),
-    )
-    for warning in result.warnings:
-        warn(warning)
-    if as_json:
-        facts = {"output": str(output), "target": target.value, "files": list(result.files)}
-        typer.echo(json.dumps({**facts, "warnings": list(result.warnings)}, ensure_ascii=False))
-    else:
+    with exported(output, repo=push_to_hub, public=public, dry_run=dry_run) as export:
+        from medusa_train.exporting import ExportChoices, export_heads
+
+        result = export_heads(
+            target.value,
+            heads,
+            export.directory,
+            choices=ExportChoices(
+                base_model=base_model,
+                tree_file=tree,
+                dtype=dtype.value,
+                num_heads=num_heads,
+                layout=layout.value if layout else None,
+                num_speculative_tokens=num_speculative_tokens,
+                min_version=min_version,
+            ),
+        )
+        for warning in result.warnings:
+            warn(warning)
+        facts = {"target": target.value, "warnings": list(result.warnings)}
+        export.finish(result.files, as_json=as_json, facts=facts)
+    if not as_json and not dry_run:
         typer.echo(f"{output}: {len(result.files)} files, read back as {target.value} does")
         typer.echo(f"\n{result.start.strip()}")
 

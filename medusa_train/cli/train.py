@@ -12,6 +12,7 @@ import typer
 
 from medusa_train.cli.app import Json, Overrides, make_app, print_errors
 from medusa_train.cli.export import export, import_heads, verify
+from medusa_train.cli.hub import push
 from medusa_train.cli.plot import plot
 from medusa_train.errors import InputError
 
@@ -169,6 +170,7 @@ app.command()(export)
 app.command("import")(import_heads)
 app.command()(verify)
 app.command()(plot)
+app.command()(push)
 
 
 def main() -> None:
