@@ -11,6 +11,7 @@ import torch
 from transformers import TrainerState
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
+from medusa_train.base_model.changed import changed_directory, check_changed
 from medusa_train.base_model.load import load_dtype
 from medusa_train.console import format_seconds, log, process_index, warn
 from medusa_train.data.conversations import MANIFEST_FILE, read_manifest, write_dataset
@@ -21,6 +22,7 @@ from medusa_train.distill.run import Shard
 from medusa_train.distributed import num_processes, on_main, wait_for_all
 from medusa_train.errors import InputError
 from medusa_train.evaluate.heads_accuracy import add_tree, evaluate_heads
+from medusa_train.evaluate.quality_words import verdict_line
 from medusa_train.evaluate.ranks import RANKS_FILE, read_ranks
 from medusa_train.evaluate.tree import search_tree
 from medusa_train.evaluate.tree_report import remove_tree
@@ -30,6 +32,9 @@ from medusa_train.heads.checkpoint import load_heads, read_spec, save_tensors
 from medusa_train.hidden_states.cache import build_cache
 from medusa_train.json_values import read_json
 from medusa_train.medusa_model import MedusaModel
+from medusa_train.quality.measure import compare_models
+from medusa_train.quality.options import QualityOptions
+from medusa_train.quality.subject import subject_of_run
 from medusa_train.recipe.schema import DistillSection, Recipe
 from medusa_train.run_dir import atomic_directory, write_json
 from medusa_train.stages import EXPORTS_FILE, Workspace
@@ -50,6 +55,7 @@ def run_stage(stage: str, workspace: Workspace) -> Mapping[str, Any]:
         "train": _train,
         "accuracy": _accuracy,
         "tree": _tree,
+        "quality": _quality,
         "export": _export,
     }
     action = actions[stage]
@@ -216,7 +222,7 @@ def _accuracy(workspace: Workspace) -> Mapping[str, Any]:
         output=run.report,
         metrics=run.metrics,
         facts=facts,
-        **recipe.evaluate.model_dump(exclude={"tree"}),
+        **recipe.evaluate.model_dump(exclude={"tree", "quality"}),
     )
     return {"num_conversations": len(conversations), "facts": facts}
 
@@ -245,6 +251,27 @@ def _tree(workspace: Workspace) -> Mapping[str, Any]:
         facts=record.get("facts"),
     )
     return {"num_nodes": result["num_nodes"]}
+
+
+def _quality(workspace: Workspace) -> Mapping[str, Any]:
+    section, run = workspace.recipe.evaluate, workspace.run
+    changed = changed_directory(run)
+    assert section.quality is not None
+    assert changed is not None, "without one the stage has nothing to read"
+    check_changed(changed)
+    prompts = section.quality.prompts
+    report = compare_models(
+        subject_of_run(workspace, changed),
+        QualityOptions(
+            prompts=None if prompts is None else Path(prompts),
+            **section.quality.model_dump(exclude={"prompts"}),
+            num_bootstrap=section.num_bootstrap,
+            seed=section.seed,
+            output=run.report,
+        ),
+    )
+    log(verdict_line(report))
+    return {"kept": report["verdict"]["kept"]}
 
 
 def _export(workspace: Workspace) -> Mapping[str, Any]:

@@ -9,6 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from medusa_train.base_model.changed import changed_directory, changed_fingerprint
 from medusa_train.base_model.fingerprint import base_fingerprint
 from medusa_train.base_model.load import BaseModel, load_tokenizer
 from medusa_train.console import log, warn
@@ -26,6 +27,7 @@ from medusa_train.data.conversations import (
 )
 from medusa_train.data.sources import truncate_rows
 from medusa_train.errors import InputError
+from medusa_train.evaluate.quality_report import REPORT_FILE as QUALITY_FILE
 from medusa_train.evaluate.ranks import RANKS_FILE
 from medusa_train.evaluate.tree_report import CHOICES_FILE, TREE_FILE
 from medusa_train.generation import load_section, make_chat
@@ -47,7 +49,7 @@ _LATER_KEYS = frozenset({"hidden_states_dtype", "init_from"})
 EXPORTS_FILE = "exports.json"
 """In ``exports/``: what was exported; written last."""
 
-STAGES = ("data", "distill", "hidden-states", "train", "accuracy", "tree", "export")
+STAGES = ("data", "distill", "hidden-states", "train", "accuracy", "tree", "quality", "export")
 """Every stage, in order. ``data`` reads a file, ``distill`` writes the data; a run has one."""
 
 
@@ -173,6 +175,8 @@ def named_stages(loaded: LoadedRecipe) -> list[str]:
         stages.append("accuracy")
         if loaded.recipe.evaluate.tree is not None:
             stages.append("tree")
+    if loaded.recipe.evaluate.quality is not None:
+        stages.append("quality")
     if loaded.recipe.export.targets:
         stages.append("export")
     return stages
@@ -189,6 +193,8 @@ def outputs_of(stage: str, run: RunDir) -> list[Path]:
             return [run.heads / SPEC_FILE]
         case "tree":
             return [run.report / TREE_FILE, run.heads / CHOICES_FILE]
+        case "quality":
+            return [run.report / QUALITY_FILE]
         case "export":
             return [run.exports / EXPORTS_FILE]
         case _:
@@ -204,8 +210,8 @@ def directories_of(stage: str, run: RunDir) -> list[Path]:
             return [run.hidden_states]
         case "train":
             return [run.checkpoints, run.heads]
-        case "tree":
-            return []  # its files lie among others', and are written over
+        case "tree" | "quality":
+            return []  # their files lie among others', and are written over
         case "export":
             return [run.exports]
         case _:
@@ -255,17 +261,23 @@ def fingerprint_of(stage: str, workspace: Workspace) -> str | None:
             ranks = workspace.run.report / RANKS_FILE
             content = file_fingerprint(ranks) if ranks.exists() else None
             needed = outputs_of("train", workspace.run)[0].exists()
-            settings = recipe.evaluate.model_dump()
+            settings = recipe.evaluate.model_dump(exclude={"quality"})
             if settings["tree"] and not settings["tree"]["for_this_device"]:
                 del settings["tree"]["for_this_device"]  # older runs were fingerprinted without it
             return fingerprint([content, settings]) if needed else None
-        case "export":
-            return _export_fingerprint(workspace)
+        case "quality" | "export":
+            is_export = stage == "export"
+            text = [data, cutting, chat]
+            return (
+                _export_fingerprint(workspace)
+                if is_export
+                else _quality_fingerprint(workspace, text)
+            )
         case _:
             if not outputs_of("train", workspace.run)[0].exists():
                 return None
             heads = heads_fingerprint(workspace.run.heads)
-            settings = recipe.evaluate.model_dump(exclude={"tree"})
+            settings = recipe.evaluate.model_dump(exclude={"tree", "quality"})
             return fingerprint([loading, data, cutting, heads, settings])
 
 
@@ -286,3 +298,26 @@ def _deciding(section: HeadsSection | TrainSection) -> dict[str, Any]:
         if kept[name] == type(section).model_fields[name].default:
             del kept[name]
     return kept
+
+
+def _quality_fingerprint(workspace: Workspace, text: list[Any]) -> str | None:
+    """The fingerprint of the stage ``quality``; None where the run has no changed base.
+
+    Args:
+        workspace: of the run.
+        text: what decides the held-out conversations and how prompts are encoded.
+    """
+    recipe, changed = workspace.recipe, changed_directory(workspace.run)
+    section = recipe.evaluate.quality
+    if changed is None or section is None:
+        return None
+    prompts = None if section.prompts is None else file_fingerprint(Path(section.prompts))
+    # Both models are in float32, whatever the recipe says.
+    models = [
+        workspace.base_fingerprint,
+        changed_fingerprint(changed),
+        recipe.base_model.attn_implementation,
+    ]
+    settings = recipe.evaluate.model_dump(include={"num_bootstrap", "seed"})
+    settings |= section.model_dump(exclude={"prompts"})
+    return fingerprint([models, text, prompts, settings])

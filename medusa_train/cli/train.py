@@ -31,6 +31,7 @@ class Stage(enum.StrEnum):
     TRAIN = "train"
     ACCURACY = "accuracy"
     TREE = "tree"
+    QUALITY = "quality"
     EXPORT = "export"
 
 

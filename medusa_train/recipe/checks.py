@@ -72,6 +72,7 @@ def combined_mistakes(schema: type[BaseModel], value: Mapping[str, Any]) -> Iter
     yield from _hidden_state_mistakes(train, data)
     if schema is Recipe:
         yield from _tree_mistakes(value, data)
+        yield from _quality_mistakes(value, data)
         for name, message in export_mistakes(_section(value, "export"), _section(value, "heads")):
             yield ("export", name), message
     trainer = _section(train, "trainer")
@@ -130,6 +131,19 @@ def _tree_mistakes(value: Mapping[str, Any], data: Mapping[str, Any]) -> Iterato
         wanted = tree.get(name)
         if isinstance(wanted, int) and isinstance(most, int) and wanted > most:
             yield (*where, name), f"must be at most {key}, which is {most}; got {wanted}"
+
+
+def _quality_mistakes(value: Mapping[str, Any], data: Mapping[str, Any]) -> Iterator[Wrong]:
+    quality, where = _section(value, "evaluate").get("quality"), ("evaluate", "quality")
+    if not isinstance(quality, dict) or quality.get("prompts") is not None:
+        return
+    if data.get("eval_fraction") == 0:
+        message = (
+            "needs held-out conversations or prompts; raise data.eval_fraction, or set prompts"
+        )
+        yield where, message
+    if quality.get("num_prompts") is not None:
+        yield (*where, "num_prompts"), "is for prompts; set them, or remove it"
 
 
 def _default(section: type[BaseModel], name: str) -> Any:

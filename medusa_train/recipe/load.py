@@ -24,6 +24,7 @@ FILE_KEYS: tuple[Key, ...] = (
     ("data", "distill", "prompts"),
     ("deepspeed",),
     ("heads", "init_from"),
+    ("evaluate", "quality", "prompts"),
 )
 """Keys that name files; a relative path is looked up here, else beside the recipe."""
 

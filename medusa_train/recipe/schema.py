@@ -244,8 +244,26 @@ class TreeSection(Section):
     size with the most tokens per second instead of the most per step."""
 
 
+class QualitySection(Section):
+    """The changed base model against the original, both in float32."""
+
+    prompts: Text | None = None
+    """File with prompts: the text is the original's greedy answers to their first user turns; null
+    is the held-out conversations."""
+    num_prompts: Count | None = None
+    """The first so many of `prompts`; null is all."""
+    num_answers: CountOrOff = 20
+    """Prompts that both models answer, side by side in the report."""
+    max_new_tokens: Count = 192
+    """Longest answer in tokens."""
+    min_agreement: Annotated[float, Field(ge=0.0, le=1.0)] = 0.98
+    """Greedy agreement that the verdict wants."""
+    max_perplexity_ratio: Positive = 1.02
+    """Perplexity ratio that the verdict allows."""
+
+
 class EvaluateSection(Section):
-    """What the accuracy report holds, and which tree is found."""
+    """What the accuracy report holds, which tree is found, and whether the base is compared."""
 
     top_k: Annotated[int, Field(ge=1, le=100)] = 10
     """Ranks reported for each head."""
@@ -255,6 +273,9 @@ class EvaluateSection(Section):
     """Seed of the resampling."""
     tree: TreeSection | None = None
     """Find the best candidate tree; null leaves the stage out."""
+    quality: QualitySection | None = None
+    """Compare the base model that training has changed with the original; null leaves the stage
+    out."""
 
 
 ExportTarget = Literal[
@@ -312,7 +333,7 @@ class Recipe(Section):
     """DeepSpeed configuration or the JSON file that holds one, such as
     `recipes/deepspeed/zero2.json`; null trains without DeepSpeed."""
     evaluate: EvaluateSection = EvaluateSection()
-    """What the accuracy report holds, and which tree is found."""
+    """What the accuracy report holds, which tree is found, and whether the base is compared."""
     export: ExportSection = ExportSection()
     """The forms for engines that are written."""
     tracking: TrackingSection = TrackingSection()

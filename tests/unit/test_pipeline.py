@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from medusa_train.recipe.load import load_recipe
 from medusa_train.run_dir import locked
 from medusa_train.stages import STAGES, Workspace, fingerprint_of
 from tests.models_for_tests import ARCHITECTURES, file_hashes, save_base
+from tests.quality_for_tests import save_adapters
 from tests.training_for_tests import cyclic_rows, write_recipe
 
 FILES_OF_A_RUN = {
@@ -168,6 +170,46 @@ def test_a_tree_for_this_device(
     assert list(tree["latency_ms"]) == ["1", "2", "4"]
     (kept,) = (tmp_path / "cache" / "medusa_train" / "latency").iterdir()
     assert json.loads(kept.read_text())["latency_ms"] == tree["latency_ms"]
+
+
+def test_the_quality_of_a_changed_base(
+    tmp_path: Path, base: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The stage runs where training has left adapters, and again only when something differs."""
+    answer = {"role": "assistant", "content": "so"}
+    rows = [replace(row, messages=(*row.messages, answer)) for row in cyclic_rows(16)]
+    run = run_pipeline(write_recipe(tmp_path, base=base, rows=rows))
+    settings = "evaluate.quality={num_answers: 2, max_new_tokens: 6}"
+    with_quality = load_recipe(tmp_path / "recipe.yaml", [settings])
+    with pytest.raises(InputError, match="the stage quality has nothing to read yet"):
+        run_pipeline(with_quality)
+    save_adapters(run.root / "adapters", base=base)
+    before = file_hashes(run.report)
+    capsys.readouterr()
+    run_pipeline(with_quality)
+    shown = capsys.readouterr().err
+    assert "accuracy: up to date" in shown
+    assert "moved: " in shown
+    report = json.loads((run.report / "quality.json").read_text())
+    assert (report["text"], report["answers"]["num_prompts"]) == ("held out by the run", 2)
+    assert report["kl"] > 0
+    record = json.loads(run.manifest.read_text())["stages"]["quality"]
+    assert record["finished"]
+    assert record["kept"] is False
+    assert before.items() <= file_hashes(run.report).items()
+    run_pipeline(with_quality)
+    assert "quality: up to date" in capsys.readouterr().err
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"turns": ["Name a metal."]}\n{"turns": ["two and two"]}\n')
+    asked = [settings, f"evaluate.quality.prompts={prompts}"]
+    run_pipeline(load_recipe(tmp_path / "recipe.yaml", asked), only="quality")
+    report = json.loads((run.report / "quality.json").read_text())
+    assert report["text"] == "greedy answers of the original to prompts.jsonl"
+    assert report["num_conversations"] == 2
+    capsys.readouterr()
+    save_adapters(run.root / "adapters", base=base, scale=0.0)
+    run_pipeline(load_recipe(tmp_path / "recipe.yaml", asked))
+    assert "kept: 100.00 %" in capsys.readouterr().err
 
 
 def test_exports_follow_the_heads_and_the_tree(

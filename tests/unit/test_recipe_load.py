@@ -264,6 +264,32 @@ def test_a_tree_needs_text_and_heads(write, overrides, message):
     assert load_recipe(write(GOOD), ["evaluate.tree={}"]).recipe.evaluate.tree.num_nodes == 63
 
 
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            ["evaluate.quality={}", "data.eval_fraction=0.0"],
+            "evaluate.quality: needs held-out conversations or prompts; raise data.eval_fraction, "
+            "or set prompts",
+        ),
+        (
+            ["evaluate.quality.num_prompts=4"],
+            "evaluate.quality.num_prompts: is for prompts; set them, or remove it",
+        ),
+        (
+            ["evaluate.quality.min_agreement=1.5"],
+            "evaluate.quality.min_agreement: must be at most 1; got 1.5",
+        ),
+    ],
+)
+def test_the_quality_of_a_base_needs_text(write, overrides, message):
+    [line] = lines_of(write(GOOD), *overrides)
+    assert line.endswith(message)
+    loaded = load_recipe(write(GOOD), ["evaluate.quality={prompts: absent.jsonl, num_prompts: 4}"])
+    assert loaded.recipe.evaluate.quality.num_answers == 20
+    assert "evaluate.quality.prompts: no such file; looked for" in loaded.missing[-1]
+
+
 def test_every_key_can_be_set(write):
     """Setting a key to its own value, section by section and key by key, changes nothing."""
     path = write("base_model: {name_or_path: m}\ndata: {distill: {num_prompts: 3}}")
@@ -403,6 +429,8 @@ def test_a_generation_config_is_two_sections_and_nothing_else(write):
         schema.DistillSection,
         schema.TrainSection,
         schema.EvaluateSection,
+        schema.TreeSection,
+        schema.QualitySection,
         schema.TrackingSection,
         schema.DistillConfig,
     ],
