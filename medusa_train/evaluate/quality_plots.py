@@ -29,7 +29,7 @@ def _agreement(report: Mapping[str, Any]) -> Plot | None:
         return None
     caption = (
         "Share of positions at which both models have the same most likely token, by how far the "
-        f"answer has got. {_how(report)}"
+        f"answer has got. The dotted line is what the verdict wants. {_how(report)}"
     )
     return render(
         "quality_agreement",
@@ -102,21 +102,22 @@ def _conversations(report: Mapping[str, Any]) -> Plot | None:
         return None
 
     def draw(axes: Axes) -> None:
-        x = [math.exp(row["original_nll"]) for row in rows]
-        y = [math.exp(row["changed_nll"]) for row in rows]
+        x = [row["original_nll"] for row in rows]
+        y = [row["changed_nll"] for row in rows]
         low, high = min(x + y), max(x + y)
         axes.plot([low, high], [low, high], ":", color=INK, linewidth=0.8)
         axes.plot(x, y, "o", color=COLOURS[2], markersize=4, alpha=0.6, markeredgewidth=0)
-        axes.set_xscale("log")
-        axes.set_yscale("log")
-        axes.set_xlabel("perplexity of the original (logarithmic)")
-        axes.set_ylabel("perplexity of the changed model")
+        axes.set_xlabel("cross-entropy of the original, nats per token")
+        axes.set_ylabel("cross-entropy of the changed model")
 
     caption = (
-        f"One point per conversation ({len(rows):,}). On the dotted line the changed model finds "
-        "the text as likely as the original does; above it, less likely."
+        f"One point per conversation ({len(rows):,}): the logarithm of its perplexity. On the "
+        "dotted line the changed model finds the text as likely as the original does; above it, "
+        "less likely."
     )
-    return render("quality_conversations", "Perplexity by conversation", caption=caption, draw=draw)
+    return render(
+        "quality_conversations", "Cross-entropy by conversation", caption=caption, draw=draw
+    )
 
 
 def _enough(report: Mapping[str, Any]) -> list[Mapping[str, Any]]:

@@ -96,8 +96,10 @@ def figure_rows(report: Mapping[str, Any]) -> Cells:
         ["perplexity of the original", number(report["original_perplexity"]), ""],
         ["perplexity of the changed model", number(report["changed_perplexity"]), ""],
     ]  # fmt: skip
-    for name, words in (("p50", "half"), ("p90", "90 %"), ("p99", "99 %"), ("max", "all")):
-        rows.append([f"KL of {words} of the positions, at most", f"{quantiles[name]:.5f}", ""])
+    for name, words in (("p50", "half"), ("p90", "90 %"), ("p99", "99 %")):
+        figure = f"KL at {words} of the positions, at most"
+        rows.append([figure, number(quantiles[name], digits=5), ""])
+    rows.append(["greatest KL at a position", number(quantiles["max"], digits=5), ""])
     return rows
 
 

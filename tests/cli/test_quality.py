@@ -9,6 +9,7 @@ from html import escape
 from html.parser import HTMLParser
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -120,9 +121,11 @@ def test_figures_are_those_of_a_plain_loop(
     )  # fmt: skip
     assert code == 0, err
     report = json.loads(out)
-    models = [AutoModelForCausalLM.from_pretrained(path).eval() for path in (base, changed)]
+    original, other = (
+        AutoModelForCausalLM.from_pretrained(path).eval() for path in (base, changed)
+    )
     tokenizer = AutoTokenizer.from_pretrained(base)
-    places = reference.drift(*models, ROWS, num_tokens=len(tokenizer))
+    places = reference.drift(original, other, ROWS, num_tokens=len(tokenizer))
     count = len(places)
     assert report["num_positions"] == count
     assert report["num_conversations"] == len(ROWS)
@@ -359,7 +362,7 @@ def test_tasks_of_lm_eval(
 ) -> None:
     """A task in a file, whose samples are in another: the likelier of two words."""
     samples = tmp_path / "samples.jsonl"
-    rows = [{"text": text, "label": n % 2} for n, text in enumerate(PROMPTS)]
+    rows: list[dict[str, Any]] = [{"text": text, "label": n % 2} for n, text in enumerate(PROMPTS)]
     samples.write_text("".join(json.dumps(row) + "\n" for row in rows))
     task = tmp_path / "words.yaml"
     task.write_text(

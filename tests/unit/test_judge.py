@@ -8,7 +8,7 @@ import pytest
 
 from medusa_train.errors import InputError
 from medusa_train.evaluate.accuracy import bootstrap_weights
-from medusa_train.evaluate.judgement import Judgement, judge_figures
+from medusa_train.evaluate.judgement import Judgement, Preference, judge_figures
 from medusa_train.quality.judge import Judge, JudgeOptions, judge_report
 from medusa_train.quality.judge_words import read_preference, read_score
 from tests.judge_server import JudgeServer, judging
@@ -176,7 +176,7 @@ def test_verdicts_are_read(reply: str, said: str | None) -> None:
 
 def test_figures_are_those_of_plain_loops() -> None:
     generator = np.random.default_rng(0)
-    choices = ("original", "changed", "tie", None)
+    choices: tuple[Preference | None, ...] = ("original", "changed", "tie", None)
     rows = [
         Judgement(
             orders=(choices[generator.integers(4)], choices[generator.integers(4)]),
