@@ -42,6 +42,7 @@ def add_products(
     *,
     grad_hidden: Tensor | None,
     grad_weight: Tensor | None,
+    leaves_out: bool = True,
     memory: LossMemory | None = None,
 ) -> None:
     """Set a chunk's gradient of the hidden states, and add its part to the weight's.
@@ -52,9 +53,10 @@ def add_products(
         weight: [V, D].
         grad_hidden: [n, D], is set to ``slopes @ weight``; None where nobody needs it.
         grad_weight: [V, D], has ``slopes.T @ hidden_states`` added; None where nobody needs it.
+        leaves_out: whether small gradients may be left out; only for rows that add up to zero.
         memory: large tensors of an earlier call, used again.
     """
-    if slopes.dtype != torch.bfloat16 or slopes.device.type != "cpu":
+    if not leaves_out or slopes.dtype != torch.bfloat16 or slopes.device.type != "cpu":
         if grad_hidden is not None:
             grad_hidden.copy_(slopes @ weight)
         if grad_weight is not None:

@@ -67,12 +67,28 @@ class Teacher(NamedTuple):
         bias: [V] or None.
         share: weight in [0, 1] of this distribution; the label has the rest.
         adjust: what the base does to its logits [..., V] after ``lm_head``.
+        as_divergence: the loss against this distribution is KL(teacher ‖ model), which is 0 where
+            the two are the same, instead of the cross-entropy, which is greater by the teacher's
+            entropy; the gradients are the same.
     """
 
     weight: Tensor
     bias: Tensor | None
     share: float
     adjust: Callable[[Tensor], Tensor]
+    as_divergence: bool = False
+
+
+class LogitAdjust(NamedTuple):
+    """What a model does to its logits after ``lm_head``, elementwise.
+
+    Attributes:
+        apply: [..., V] → [..., V].
+        slope: the derivative of ``apply``, from what it returned.
+    """
+
+    apply: Callable[[Tensor], Tensor]
+    slope: Callable[[Tensor], Tensor]
 
 
 def chunked_cross_entropy(
@@ -89,6 +105,8 @@ def chunked_cross_entropy(
     num_candidates: int | None = None,
     memory: LossMemory | None = None,
     gradient_memory: LossMemory | None = None,
+    adjust: LogitAdjust | None = None,
+    leaves_out: bool = True,
 ) -> HeadLoss:
     """Summed cross-entropy of ``softmax(hidden_states @ weight.T + bias)`` against ``labels``.
 
@@ -108,6 +126,10 @@ def chunked_cross_entropy(
         memory: large tensors of an earlier loss, used again; any heads may share it.
         gradient_memory: holds the weight's gradient, which the next loss with this object
             overwrites; only for callers that have dropped the gradient by then.
+        adjust: what is done to the logits before the softmax; None is nothing.
+        leaves_out: whether the products may leave small gradients out
+            (:mod:`medusa_train.loss_products`). Not where two distributions are nearly the same,
+            since then all are small; and never with ``adjust``.
 
     Returns:
         The loss sum and, if asked for, the ranks.
@@ -128,6 +150,8 @@ def chunked_cross_entropy(
         (num_candidates or weight.shape[0]) if with_ranks else 0,
         memory or LossMemory(),
         gradient_memory or LossMemory(),
+        adjust,
+        leaves_out and adjust is None,
     )
     return HeadLoss(loss_sum, ranks)
 
@@ -171,6 +195,8 @@ class _ChunkedCrossEntropy(Function):
         num_ranked: int,
         memory: LossMemory,
         gradient_memory: LossMemory,
+        adjust: LogitAdjust | None,
+        leaves_out: bool,
     ) -> tuple[Tensor, Tensor]:
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         accumulate = torch.float64 if hidden_states.dtype == torch.float64 else torch.float32
@@ -213,6 +239,7 @@ class _ChunkedCrossEntropy(Function):
                 num_ranked=num_ranked,
                 dtype=accumulate,
                 memory=memory,
+                adjust=adjust,
             )
             add_products(
                 logits,
@@ -220,6 +247,7 @@ class _ChunkedCrossEntropy(Function):
                 w,
                 grad_hidden=None if grad_hidden is None else grad_hidden[rows],
                 grad_weight=grad_weight,
+                leaves_out=leaves_out,
                 memory=memory,
             )
         grad_hidden = None if grad_hidden is None else grad_hidden[:num_rows]
@@ -238,7 +266,7 @@ class _ChunkedCrossEntropy(Function):
             None if saved is None else saved.mul_(scale).to(dtype)
             for saved, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
         ]
-        return (*scaled, *[None] * 8)
+        return (*scaled, *[None] * 10)
 
 
 def _cast(weight: Tensor, dtype: torch.dtype, memory: LossMemory) -> Tensor:
@@ -252,6 +280,7 @@ class _SoftTargets:
 
     def __init__(self, teacher: Teacher, states: Tensor, buffer: Tensor) -> None:
         self.share = teacher.share
+        self.as_divergence = teacher.as_divergence
         self._teacher = teacher
         self._states = states.detach().to(buffer.dtype)
         self._weight = teacher.weight.detach().to(buffer.dtype)
@@ -262,12 +291,12 @@ class _SoftTargets:
         out = self._buffer[: rows.stop - rows.start]
         self._logits = torch.mm(self._states[rows], self._weight.T, out=out)
 
-    def probabilities(self, rows: slice, *, dtype: torch.dtype) -> Tensor:
+    def log_probabilities(self, rows: slice, *, dtype: torch.dtype) -> Tensor:
         """[n, V] of some rows of the chunk."""
         logits = self._logits[rows].to(dtype)
         if self._teacher.bias is not None:
             logits = logits + self._teacher.bias
-        return torch.softmax(self._teacher.adjust(logits), dim=1)
+        return torch.log_softmax(self._teacher.adjust(logits), dim=1)
 
 
 def _logits_to_gradient(
@@ -281,8 +310,9 @@ def _logits_to_gradient(
     num_ranked: int,
     dtype: torch.dtype,
     memory: LossMemory,
+    adjust: LogitAdjust | None,
 ) -> Tensor:
-    """Turn logits [n, V] in place into their gradient; return the summed cross-entropy [].
+    """Turn logits [n, V] in place into their gradient; return the summed loss [].
 
     The softmax and the sums are of ``dtype``; ``grad_bias`` and ``ranks`` are added to. The first
     ``num_ranked`` logits have a rank.
@@ -297,6 +327,10 @@ def _logits_to_gradient(
         values.copy_(logits[rows])
         if bias is not None:
             values += bias
+        slopes = None
+        if adjust is not None:
+            values.copy_(adjust.apply(values))
+            slopes = adjust.slope(values)
         if num_ranked:
             ranks.append(ranks_of(values[:, :num_ranked], labels[rows]))
         # A CPU's own exp is twenty times slower where results are denormal; softmax's is not.
@@ -306,11 +340,17 @@ def _logits_to_gradient(
         true = labels[rows, None]
         loss += (1.0 - soft_share) * (log_totals - values.gather(1, true)[:, 0]).sum()
         if targets is not None:
-            soft = targets.probabilities(rows, dtype=dtype)
+            log_soft = targets.log_probabilities(rows, dtype=dtype)
+            soft = log_soft.exp()
             log_probs = values.sub_(log_totals[:, None])
+            if targets.as_divergence:
+                # Nearly equal numbers are subtracted before they are summed.
+                log_probs.sub_(log_soft)
             loss -= soft_share * torch.dot(soft.view(-1), log_probs.view(-1))
             gradient.sub_(soft, alpha=soft_share)
         gradient.scatter_(1, true, gradient.gather(1, true) - (1.0 - soft_share))
+        if slopes is not None:
+            gradient *= slopes
         if grad_bias is not None:
             grad_bias += gradient.sum(dim=0)
         logits[rows] = gradient

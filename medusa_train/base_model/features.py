@@ -47,6 +47,13 @@ class LogitRule:
             logits = self.soft_cap * torch.tanh(logits / self.soft_cap)
         return logits
 
+    def slope(self, adjusted: Tensor) -> Tensor:
+        """The derivative of :meth:`apply`, from what it returned: [..., V] → [..., V]."""
+        slope = torch.full_like(adjusted, self.scale)
+        if self.soft_cap is not None:
+            slope *= 1.0 - (adjusted / self.soft_cap) ** 2
+        return slope
+
 
 def hidden_states(
     model: PreTrainedModel,

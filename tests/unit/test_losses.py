@@ -8,10 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from medusa_train.base_model.features import LogitRule
 from medusa_train.loss_memory import LossMemory
 from medusa_train.loss_products import SLICE_ROWS, SMALLEST, add_products, large_columns
 from medusa_train.losses import (
     CHUNK_ELEMENTS,
+    LogitAdjust,
     Teacher,
     chunked_cross_entropy,
     default_chunk_size,
@@ -349,3 +351,77 @@ def test_big_vocabulary_with_chunks_of_one_row() -> None:
         torch.autograd.grad(loss, (x, w)), torch.autograd.grad(naive, (x, w)), strict=True
     ):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("chunk_size", [1, 4, None])
+@pytest.mark.parametrize("soft_cap", [None, 2.0])
+def test_divergence_from_a_teacher_with_adjusted_logits(
+    chunk_size: int | None, soft_cap: float | None
+) -> None:
+    """KL(teacher ‖ model) and its gradients, against autograd on whole logits."""
+    rule = LogitRule(scale=0.5, soft_cap=soft_cap)
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+    x, w, b = draw(7, 5).requires_grad_(), draw(11, 5).requires_grad_(), draw(11).requires_grad_()
+    teacher_x, teacher_w, teacher_b = draw(7, 5), draw(11, 5), draw(11)
+    labels = torch.arange(7)
+    log_p = (rule.apply(x @ w.T + b)).log_softmax(dim=1)
+    log_q = (rule.apply(teacher_x @ teacher_w.T + teacher_b)).log_softmax(dim=1)
+    divergence = (log_q.exp() * (log_q - log_p)).sum(dim=1)
+    expected = 0.7 * divergence.sum() - 0.3 * log_p.gather(1, labels[:, None]).sum()
+    wanted = torch.autograd.grad(expected, (x, w, b))
+    ours = chunked_cross_entropy(
+        x,
+        w,
+        bias=b,
+        labels=labels,
+        teacher=Teacher(teacher_w, teacher_b, 0.7, rule.apply, as_divergence=True),
+        teacher_states=teacher_x,
+        chunk_size=chunk_size,
+        adjust=LogitAdjust(rule.apply, rule.slope),
+    )
+    torch.testing.assert_close(ours.loss_sum, expected)
+    for got, want in zip(torch.autograd.grad(ours.loss_sum, (x, w, b)), wanted, strict=True):
+        torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("compute_dtype", [torch.float32, torch.bfloat16])
+def test_divergence_from_oneself_is_zero_and_so_are_its_gradients(
+    compute_dtype: torch.dtype,
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(200, 32, generator=generator).requires_grad_()
+    w = torch.randn(3_000, 32, generator=generator)
+    ours = chunked_cross_entropy(
+        x,
+        w,
+        labels=torch.zeros(200, dtype=torch.int64),
+        teacher=Teacher(w, None, 1.0, lambda logits: logits, as_divergence=True),
+        teacher_states=x.detach(),
+        compute_dtype=compute_dtype,
+        leaves_out=False,
+    )
+    assert abs(ours.loss_sum.item()) / 200 < 1e-6
+    [gradient] = torch.autograd.grad(ours.loss_sum, x)
+    assert gradient.abs().max() < 1e-3
+
+
+def test_nothing_is_left_out_of_bf16_where_that_is_said() -> None:
+    slopes = torch.full((4, 2_000), SMALLEST / 4, dtype=torch.bfloat16)
+    hidden, weight = torch.ones(4, 3, dtype=torch.bfloat16), torch.ones(2_000, 3)
+    weight = weight.to(torch.bfloat16)
+    for leaves_out, expected in ((True, 0.0), (False, 2_000 * SMALLEST / 4)):
+        grad_hidden = torch.zeros(4, 3)
+        grad_weight = torch.zeros(2_000, 3)
+        add_products(
+            slopes,
+            hidden,
+            weight,
+            grad_hidden=grad_hidden,
+            grad_weight=grad_weight,
+            leaves_out=leaves_out,
+        )
+        assert grad_hidden[0, 0].item() == pytest.approx(expected, rel=1e-2)
