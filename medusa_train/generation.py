@@ -181,10 +181,12 @@ def _fingerprint(section: BaseModelSection) -> str:
     )
 
 
-def load_section(section: BaseModelSection, *, zero3: Mapping[str, Any] | None = None) -> BaseModel:
+def load_section(
+    section: BaseModelSection, *, zero3: Mapping[str, Any] | None = None, runs_alone: bool = True
+) -> BaseModel:
     """The base model that a recipe names, loaded and checked; with ``zero3``, sharded."""
     log(f"loading {section.name_or_path}")
-    return load_base_model(**section.model_dump(), zero3=zero3)
+    return load_base_model(**section.model_dump(), zero3=zero3, runs_alone=runs_alone)
 
 
 def _settings(section: DistillSection) -> DistillSettings:

@@ -20,6 +20,7 @@ from torch.autograd.function import once_differentiable
 
 from medusa_train.loss_memory import LossMemory
 from medusa_train.loss_products import add_products, block_rows, blocks, row_step
+from medusa_train.loss_targets import SoftTargets, StoredTargets, StoredTeacher, Teacher
 
 IGNORE = -100
 """The label of a pair that is not valid: no loss, no gradient, not counted."""
@@ -58,27 +59,6 @@ class HeadLoss(NamedTuple):
     ranks: Tensor
 
 
-class Teacher(NamedTuple):
-    """The base's own distribution at a target: ``softmax(adjust(h @ weight.T + bias))``.
-
-    Attributes:
-        weight: [V, D] the base's ``lm_head``, its rows in the order of the head's logits; where
-            these are some rows only, the softmax renormalises over them.
-        bias: [V] or None.
-        share: weight in [0, 1] of this distribution; the label has the rest.
-        adjust: what the base does to its logits [..., V] after ``lm_head``.
-        as_divergence: the loss against this distribution is KL(teacher ‖ model), which is 0 where
-            the two are the same, instead of the cross-entropy, which is greater by the teacher's
-            entropy; the gradients are the same.
-    """
-
-    weight: Tensor
-    bias: Tensor | None
-    share: float
-    adjust: Callable[[Tensor], Tensor]
-    as_divergence: bool = False
-
-
 class LogitAdjust(NamedTuple):
     """What a model does to its logits after ``lm_head``, elementwise.
 
@@ -97,7 +77,7 @@ def chunked_cross_entropy(
     *,
     labels: Tensor,
     bias: Tensor | None = None,
-    teacher: Teacher | None = None,
+    teacher: Teacher | StoredTeacher | None = None,
     teacher_states: Tensor | None = None,
     chunk_size: int | None = None,
     compute_dtype: torch.dtype | None = None,
@@ -116,7 +96,8 @@ def chunked_cross_entropy(
         labels: [N] int64 true tokens; every one in [0, V).
         bias: [V] or None.
         teacher: gives soft targets, mixed with the labels; None for the labels alone.
-        teacher_states: [N, D] the base's hidden state at the token before each row's target.
+        teacher_states: [N, D] the base's hidden state at the token before each row's target; not
+            needed where the targets are stored.
         chunk_size: rows whose logits exist at one time; None chooses by V.
         compute_dtype: dtype of the matrix products; None is that of ``hidden_states``. The softmax
             and the sums are fp32 (or fp64 for fp64 input).
@@ -188,7 +169,7 @@ class _ChunkedCrossEntropy(Function):
         weight: Tensor,
         bias: Tensor | None,
         labels: Tensor,
-        teacher: Teacher | None,
+        teacher: Teacher | StoredTeacher | None,
         teacher_states: Tensor | None,
         chunk_size: int,
         compute_dtype: torch.dtype,
@@ -217,11 +198,13 @@ class _ChunkedCrossEntropy(Function):
         loss_sum = x.new_zeros((), dtype=accumulate)
         ranks: list[Tensor] = []
         buffer = memory.empty("logits", (size, vocab_size), like=x, dtype=x.dtype)
-        targets = None
-        if teacher is not None:
+        targets: SoftTargets | StoredTargets | None = None
+        if isinstance(teacher, StoredTeacher):
+            targets = StoredTargets(teacher)
+        elif teacher is not None:
             assert teacher_states is not None
             teacher_buffer = memory.empty("teacher", buffer.shape, like=x, dtype=x.dtype)
-            targets = _SoftTargets(teacher, teacher_states, teacher_buffer)
+            targets = SoftTargets(teacher, teacher_states, teacher_buffer)
         for start in range(0, num_rows, size):
             rows = slice(start, min(start + size, num_padded))
             own = slice(start, min(rows.stop, num_rows))
@@ -275,37 +258,13 @@ def _cast(weight: Tensor, dtype: torch.dtype, memory: LossMemory) -> Tensor:
     return memory.empty("weight", weight.shape, like=weight, dtype=dtype).copy_(weight)
 
 
-class _SoftTargets:
-    """The teacher's distributions of one chunk at a time; their logits lie in one buffer."""
-
-    def __init__(self, teacher: Teacher, states: Tensor, buffer: Tensor) -> None:
-        self.share = teacher.share
-        self.as_divergence = teacher.as_divergence
-        self._teacher = teacher
-        self._states = states.detach().to(buffer.dtype)
-        self._weight = teacher.weight.detach().to(buffer.dtype)
-        self._logits = self._buffer = buffer
-
-    def read(self, rows: slice) -> None:
-        """Compute the logits of a chunk."""
-        out = self._buffer[: rows.stop - rows.start]
-        self._logits = torch.mm(self._states[rows], self._weight.T, out=out)
-
-    def log_probabilities(self, rows: slice, *, dtype: torch.dtype) -> Tensor:
-        """[n, V] of some rows of the chunk."""
-        logits = self._logits[rows].to(dtype)
-        if self._teacher.bias is not None:
-            logits = logits + self._teacher.bias
-        return torch.log_softmax(self._teacher.adjust(logits), dim=1)
-
-
 def _logits_to_gradient(
     logits: Tensor,
     labels: Tensor,
     *,
     bias: Tensor | None,
     grad_bias: Tensor | None,
-    targets: _SoftTargets | None,
+    targets: SoftTargets | StoredTargets | None,
     ranks: list[Tensor],
     num_ranked: int,
     dtype: torch.dtype,
@@ -340,14 +299,7 @@ def _logits_to_gradient(
         true = labels[rows, None]
         loss += (1.0 - soft_share) * (log_totals - values.gather(1, true)[:, 0]).sum()
         if targets is not None:
-            log_soft = targets.log_probabilities(rows, dtype=dtype)
-            soft = log_soft.exp()
-            log_probs = values.sub_(log_totals[:, None])
-            if targets.as_divergence:
-                # Nearly equal numbers are subtracted before they are summed.
-                log_probs.sub_(log_soft)
-            loss -= soft_share * torch.dot(soft.view(-1), log_probs.view(-1))
-            gradient.sub_(soft, alpha=soft_share)
+            loss += targets.mix(values.sub_(log_totals[:, None]), gradient, rows=rows)
         gradient.scatter_(1, true, gradient.gather(1, true) - (1.0 - soft_share))
         if slopes is not None:
             gradient *= slopes

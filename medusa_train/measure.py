@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from medusa_train.base_model.load import load_base_model
 from medusa_train.console import log
 from medusa_train.data.chat import ChatTokenizer
 from medusa_train.data.conversations import Conversation
@@ -17,6 +16,7 @@ from medusa_train.heads.checkpoint import read_spec
 from medusa_train.recipe.load import load_recipe, read_chat_template
 from medusa_train.run_dir import RunDir, check_writable
 from medusa_train.stages import Workspace
+from medusa_train.trained_base import load_trained_base
 
 
 def measure_heads(
@@ -66,19 +66,11 @@ def measure_heads(
         if base_model is not None:
             overrides.append(f"base_model.name_or_path={base_model}")
         workspace = Workspace(load_recipe(run.recipe, overrides))
-        base = workspace.base
+        base = workspace.base if base_model is not None else workspace.trained_base
         rows: Sequence[Conversation] = workspace.data.eval
     else:
-        name = base_model or identity.name_or_path
-        log(f"loading {name}")
-        # Another name may be a copy without the GGUF file; the fingerprint is checked below.
-        same = base_model is None
-        base = load_base_model(
-            name,
-            gguf_file=identity.gguf_file if same else None,
-            revision=identity.revision if same else None,
-            dtype=dtype,
-        )
+        log(f"loading {base_model or identity.name_or_path}")
+        base = load_trained_base(heads_directory, base_model, dtype=dtype)
         rows = given_conversations(
             data,
             chat=lambda: ChatTokenizer(

@@ -13,12 +13,13 @@ from transformers import GenerationConfig
 from transformers.generation.streamers import BaseStreamer
 
 from medusa_train.base_model.features import output_projection
-from medusa_train.base_model.load import BaseModel, load_base_model
+from medusa_train.base_model.load import BaseModel
 from medusa_train.decoding.acceptance import Typical
 from medusa_train.decoding.generate import Generated, Generator
 from medusa_train.errors import InputError
-from medusa_train.heads.checkpoint import load_heads, read_spec
+from medusa_train.heads.checkpoint import load_heads
 from medusa_train.heads.model import MedusaHeads
+from medusa_train.trained_base import load_trained_base
 from medusa_train.tree.topology import Tree, TreeError
 
 CHOICES_FILE = "medusa_choices.json"
@@ -90,13 +91,9 @@ class MedusaModel:
             InputError: no such heads or base, another base, or a tree that does not fit.
         """
         directory = Path(heads)
-        _, identity = read_spec(directory)
-        # Another name may be a copy without the GGUF file; the fingerprint is checked below.
-        is_named = base_model is None
-        base = load_base_model(
-            base_model or identity.name_or_path,
-            gguf_file=identity.gguf_file if is_named else None,
-            revision=identity.revision if is_named else None,
+        base = load_trained_base(
+            directory,
+            base_model,
             dtype=dtype,
             attn_implementation=attn_implementation,
             trust_remote_code=trust_remote_code,

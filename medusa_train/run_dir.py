@@ -57,6 +57,18 @@ class RunDir:
         return self.root / "heads"
 
     @property
+    def adapters(self) -> Path:
+        return self.root / "adapters"
+
+    @property
+    def base(self) -> Path:
+        return self.root / "base"
+
+    @property
+    def warm_up(self) -> RunDir:
+        return RunDir(self.root / "warm_up")
+
+    @property
     def report(self) -> Path:
         return self.root / "report"
 

@@ -28,7 +28,7 @@ from medusa_train.evaluate.tree import search_tree
 from medusa_train.evaluate.tree_report import remove_tree
 from medusa_train.exporting import TREE_TARGETS, ExportChoices, export_heads
 from medusa_train.generation import generate
-from medusa_train.heads.checkpoint import load_heads, read_spec, save_tensors
+from medusa_train.heads.checkpoint import SPEC_FILE, load_heads, read_spec
 from medusa_train.hidden_states.cache import build_cache
 from medusa_train.json_values import read_json
 from medusa_train.medusa_model import MedusaModel
@@ -36,13 +36,17 @@ from medusa_train.quality.measure import compare_models
 from medusa_train.quality.options import QualityOptions
 from medusa_train.quality.subject import subject_of_run
 from medusa_train.recipe.schema import DistillSection, Recipe
-from medusa_train.run_dir import atomic_directory, write_json
+from medusa_train.run_dir import RunDir, write_json
 from medusa_train.stages import EXPORTS_FILE, Workspace
 from medusa_train.step_latency import step_kind, step_latency
 from medusa_train.train.build import build_trainer
 from medusa_train.train.checkpoints import last_checkpoint
+from medusa_train.train.result import save_result
+from medusa_train.train.trainer import HeadsTrainer
 from medusa_train.tree.latency import LatencyCurve
 
+# Of a recipe's base, what decides which weights are read.
+_LOADING_KEYS = frozenset({"revision", "dtype", "trust_remote_code"})
 _ON_ALL_PROCESSES = frozenset({"distill", "hidden-states", "train"})
 
 
@@ -159,33 +163,74 @@ def _train(workspace: Workspace) -> Mapping[str, Any]:
             "train.trainer.eval_strategy: no conversation is held out to evaluate on; raise "
             "data.eval_fraction, or set eval_strategy to 'no'"
         )
-    base = workspace.training_base()
-    trainer = build_trainer(
-        workspace.recipe, base=base, data=data, run=run, run_name=workspace.loaded.name
+    recipe = workspace.recipe
+    heads = _warm_up(workspace) if recipe.train.joint and recipe.train.joint.warm_up else None
+    if heads is not None:
+        section = recipe.heads.model_copy(update={"init_from": str(heads)})
+        recipe = recipe.model_copy(update={"heads": section})
+    base, original = (
+        workspace.joint_base() if recipe.train.joint else (workspace.training_base(), None)
     )
-    checkpoint = last_checkpoint(run.checkpoints)
-    if checkpoint is not None:
-        log(f"going on from {checkpoint}")
-    trainer.fit(checkpoint)
-    tensors = trainer.whole_tensors()
-
-    def save() -> None:
-        with atomic_directory(run.heads) as temporary:
-            config = trainer.module.heads.config
-            save_tensors(tensors, temporary, config=config, base=trainer.identity)
-            base.tokenizer.save_pretrained(temporary)
-        if not workspace.recipe.train.keep_hidden_states:
-            shutil.rmtree(run.hidden_states, ignore_errors=True)
-
-    on_main(save)
+    trainer = build_trainer(
+        recipe, base=base, data=data, run=run, run_name=workspace.loaded.name, original=original
+    )
+    _fit(trainer, run)
+    save_result(
+        trainer,
+        run,
+        original=recipe.base_model.model_dump(include={"name_or_path", *_LOADING_KEYS}),
+        tokenizer=base.tokenizer,
+    )
+    if not recipe.train.keep_hidden_states:
+        on_main(lambda: shutil.rmtree(run.hidden_states, ignore_errors=True))
     # Models that later stages load are not the training's, and are not sharded.
     unset_hf_deepspeed_config()
+    result = trainer.guarded_checkpoint()
     return {
         "steps": trainer.state.global_step,
         "seed": trainer.args.seed,
         "processes": num_processes(),
-        **_best(trainer.state, workspace.recipe),
+        **({} if result is None else {"result": result.name}),
+        **_best(trainer.state, recipe),
     }
+
+
+def _fit(trainer: HeadsTrainer, run: RunDir) -> None:
+    checkpoint = last_checkpoint(run.checkpoints)
+    if checkpoint is not None:
+        log(f"going on from {checkpoint}")
+    trainer.fit(checkpoint)
+
+
+def _warm_up(workspace: Workspace) -> Path:
+    """Train the heads alone, where that is not done yet; return their directory."""
+    recipe, run = workspace.recipe, workspace.run.warm_up
+    joint = recipe.train.joint
+    assert joint is not None
+    assert joint.warm_up is not None
+    if on_main((run.heads / SPEC_FILE).exists):
+        log("warm-up: done")
+        return run.heads
+    log("warm-up: the heads alone")
+    alone = recipe.train.model_copy(
+        update={
+            "method": "medusa1",
+            "medusa2": None,
+            "trainer": {**recipe.train.trainer, **joint.warm_up.trainer},
+        }
+    )
+    base = workspace.training_base()
+    trainer = build_trainer(
+        recipe.model_copy(update={"train": alone}),
+        base=base,
+        data=workspace.data,
+        run=run,
+        run_name=f"{workspace.loaded.name} warm-up",
+    )
+    _fit(trainer, run)
+    save_result(trainer, run, original={}, tokenizer=base.tokenizer)
+    unset_hf_deepspeed_config()
+    return run.heads
 
 
 def _best(state: TrainerState, recipe: Recipe) -> Mapping[str, Any]:
@@ -202,7 +247,7 @@ def _facts(workspace: Workspace) -> dict[str, str]:
     facts = {
         "recipe": workspace.loaded.name,
         "trained on": f"{len(workspace.data.train):,} conversations",
-        "device": f"{workspace.base.device}, {torch.get_num_threads()} CPU threads",
+        "device": f"{workspace.trained_base.device}, {torch.get_num_threads()} CPU threads",
     }
     return facts if seconds is None else {**facts, "training": format_seconds(seconds)}
 
@@ -216,7 +261,7 @@ def _accuracy(workspace: Workspace) -> Mapping[str, Any]:
     remove_tree(run.report)
     facts = _facts(workspace)
     evaluate_heads(
-        workspace.base,
+        workspace.trained_base,
         run.heads,
         conversations=conversations,
         output=run.report,
@@ -309,7 +354,7 @@ def _latency(workspace: Workspace) -> LatencyCurve:
     dtype = load_dtype(section.name_or_path, dtype=section.dtype, revision=section.revision)
 
     def load() -> MedusaModel:
-        base = workspace.base
+        base = workspace.trained_base
         loaded, _ = load_heads(heads, base_fingerprint=base.fingerprint, device=base.device)
         return MedusaModel(base, loaded)
 

@@ -26,6 +26,11 @@ from medusa_train.data.conversations import (
     split_of,
 )
 from medusa_train.data.sources import truncate_rows
+from medusa_train.data.teacher_logprobs import (
+    TEACHER_DIRECTORY,
+    TeacherLogprobsReader,
+    read_teacher,
+)
 from medusa_train.errors import InputError
 from medusa_train.evaluate.quality_report import REPORT_FILE as QUALITY_FILE
 from medusa_train.evaluate.ranks import RANKS_FILE
@@ -42,9 +47,11 @@ from medusa_train.run_dir import (
     file_fingerprint,
 )
 from medusa_train.train.build import CacheLocation, TrainingData
+from medusa_train.train.build_joint import needs_original, trained_in_float32
+from medusa_train.trained_base import load_trained_base
 
 # Keys of a recipe that came after runs were fingerprinted without them.
-_LATER_KEYS = frozenset({"hidden_states_dtype", "init_from"})
+_LATER_KEYS = frozenset({"hidden_states_dtype", "init_from", "medusa2"})
 
 EXPORTS_FILE = "exports.json"
 """In ``exports/``: what was exported; written last."""
@@ -75,18 +82,52 @@ class Workspace:
         return load_section(self.recipe.base_model)
 
     def training_base(self) -> BaseModel:
-        """The base model for training: sharded where it runs under ZeRO-3, else :attr:`base`."""
+        """The frozen base for training: sharded where it runs under ZeRO-3, else :attr:`base`."""
+        complete = self._zero3() if self.recipe.train.hidden_states == "online" else None
+        return (
+            self.base if complete is None else load_section(self.recipe.base_model, zero3=complete)
+        )
+
+    def joint_base(self) -> tuple[BaseModel, BaseModel | None]:
+        """A base model to train, in the type for that, and an original where no copy will do."""
+        # What is trained is no longer what other stages mean by the base.
+        self.__dict__.pop("base", None)
+        recipe, section = self.recipe, self.recipe.base_model
+        joint = recipe.train.joint
+        assert joint is not None
+        if trained_in_float32(recipe):
+            section = section.model_copy(update={"dtype": "float32"})
+        complete = self._zero3()
+        if complete is None:
+            return load_section(section), None
+        base = load_section(section, zero3=complete, runs_alone=False)
+        is_copied = joint.teacher == "frozen_copy" and needs_original(recipe)
+        return base, load_section(section, zero3=complete) if is_copied else None
+
+    def _zero3(self) -> dict[str, Any] | None:
+        """The DeepSpeed configuration that shards the base; None where nothing does."""
         config = self.recipe.deepspeed
-        if config is not None and self.recipe.train.hidden_states == "online":
-            complete = read_deepspeed(config)
-            if zero_stage(complete) == 3:
-                if self.recipe.base_model.quantization is not None:
-                    raise InputError(
-                        "base_model.quantization: ZeRO-3 shards weights that are not quantised; "
-                        "set train.hidden_states to cached, or ZeRO stage 2"
-                    )
-                return load_section(self.recipe.base_model, zero3=complete)
-        return self.base
+        if config is None:
+            return None
+        complete = read_deepspeed(config)
+        if zero_stage(complete) != 3:
+            return None
+        if self.recipe.base_model.quantization is not None:
+            raise InputError(
+                "base_model.quantization: ZeRO-3 shards weights that are not quantised; "
+                "set train.hidden_states to cached, or ZeRO stage 2"
+            )
+        return complete
+
+    @cached_property
+    def trained_base(self) -> BaseModel:
+        """The base model that the run's heads belong to: :attr:`base`, or what was made of it."""
+        if self.recipe.train.joint is None:
+            return self.base
+        self.__dict__.pop("base", None)
+        return load_trained_base(
+            self.run.heads, **self.recipe.base_model.model_dump(exclude={"name_or_path"})
+        )
 
     @cached_property
     def num_tokens(self) -> int:
@@ -148,7 +189,21 @@ class Workspace:
             train_cache=self._cache("train") if is_cached else None,
             eval_cache=self._cache("eval") if is_cached else None,
             chat_template_hash=read_manifest(directory).get("chat_template_hash"),
+            stored=self._stored(),
         )
+
+    def _stored(self) -> TeacherLogprobsReader | None:
+        """The base's log-probabilities that lie with the data, where training reads them."""
+        joint = self.recipe.train.joint
+        if joint is None or joint.teacher != "stored":
+            return None
+        directory = self.data_directory / TEACHER_DIRECTORY
+        if not directory.is_dir():
+            raise InputError(
+                f"train.medusa2.teacher: {self.data_directory} has no log-probabilities stored "
+                "with it; generate the data with data.distill.teacher_top_n or teacher_samples"
+            )
+        return read_teacher(directory)
 
     @property
     def evaluates_while_training(self) -> bool:
@@ -209,7 +264,7 @@ def directories_of(stage: str, run: RunDir) -> list[Path]:
         case "hidden-states":
             return [run.hidden_states]
         case "train":
-            return [run.checkpoints, run.heads]
+            return [run.checkpoints, run.adapters, run.base, run.warm_up.root, run.heads]
         case "tree" | "quality":
             return []  # their files lie among others', and are written over
         case "export":

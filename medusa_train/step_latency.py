@@ -131,6 +131,8 @@ def heads_latency(
     revision = identity.revision if is_named else None
     gguf_file = identity.gguf_file if is_named else None
     found = base_fingerprint(name, gguf_file=gguf_file, revision=revision)
+    if is_named and identity.trained and found == identity.trained.original_fingerprint:
+        found = identity.fingerprint  # what was trained lies beside the heads
     kind = step_kind(
         config,
         base_fingerprint=found,

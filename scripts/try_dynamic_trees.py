@@ -30,17 +30,18 @@ import torch
 from torch import Tensor
 
 from medusa_train.base_model.features import output_projection
-from medusa_train.base_model.load import BaseModel, load_base_model
+from medusa_train.base_model.load import BaseModel
 from medusa_train.data.conversations import Conversation, read_conversations
 from medusa_train.data.examples import valid_pairs
 from medusa_train.evaluate.accuracy import Ratio, bootstrap_weights, walk, walked_rows
 from medusa_train.evaluate.ranks import Ranks, compute_ranks
 from medusa_train.evaluate.tables import interval, number, plain_table
 from medusa_train.evaluate.tree import is_searched, num_accepted_by, search_tree
-from medusa_train.heads.checkpoint import load_heads, read_spec
+from medusa_train.heads.checkpoint import load_heads
 from medusa_train.heads.model import MedusaHeads, num_candidate_rows
 from medusa_train.hidden_states.online import states_of_rows
 from medusa_train.losses import IGNORE
+from medusa_train.trained_base import load_trained_base
 from medusa_train.tree.topology import Tree
 
 TOP_K = 10
@@ -223,8 +224,7 @@ def main() -> None:
     parser.add_argument("--num-bootstrap", type=int, default=1_000)
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
     options = parser.parse_args()
-    _, identity = read_spec(options.heads)
-    base = load_base_model(options.base_model or identity.name_or_path)
+    base = load_trained_base(options.heads, options.base_model)
     heads, _ = load_heads(options.heads, base_fingerprint=base.fingerprint)
     rows = read_conversations(options.data)
     with torch.no_grad():

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from safetensors import SafetensorError
@@ -93,7 +93,7 @@ def add_adapters(model: PreTrainedModel, options: AdapterOptions) -> Any:
     names = _adapted_names(model, options.target_modules, with_head=with_head)
     config = LoraConfig(
         r=options.rank,
-        lora_alpha=options.alpha,  # type: ignore[arg-type] — used as a number
+        lora_alpha=cast("int", options.alpha),  # any number will do
         lora_dropout=options.dropout,
         target_modules=names,
         task_type="CAUSAL_LM",
@@ -160,7 +160,7 @@ def load_adapters(model: PreTrainedModel, directory: Path) -> None:
     """
     from peft import LoraConfig
 
-    tensors = _read(directory / WEIGHTS_FILE)
+    tensors = read_tensors(directory / WEIGHTS_FILE)
     try:
         config = LoraConfig.from_pretrained(str(directory))
     except (OSError, ValueError, TypeError) as error:
@@ -215,13 +215,18 @@ def merge_adapters(model: PreTrainedModel) -> None:
         model.__dict__.pop("peft_config", None)
 
 
-def read_adapters(directory: Path) -> dict[str, Tensor]:
-    """The tensors in an adapters directory, by peft's names.
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    """The tensors of a safetensors file.
 
     Raises:
-        InputError: the file is not there or not readable.
+        InputError: it is not there or not readable.
     """
-    return _read(directory / WEIGHTS_FILE)
+    try:
+        return load_file(path)
+    except FileNotFoundError as error:
+        raise InputError(f"{path}: no such file") from error
+    except (SafetensorError, OSError) as error:
+        raise InputError(f"{path}: not a readable safetensors file: {error}") from error
 
 
 def _inject(config: Any, model: PreTrainedModel) -> None:
@@ -235,22 +240,13 @@ def _inject(config: Any, model: PreTrainedModel) -> None:
     model.train(model.training)
 
 
-def _read(path: Path) -> dict[str, Tensor]:
-    try:
-        return load_file(path)
-    except FileNotFoundError as error:
-        raise InputError(f"{path}: no such file") from error
-    except (SafetensorError, OSError) as error:
-        raise InputError(f"{path}: not a readable safetensors file: {error}") from error
-
-
 def _adapter_layers(model: nn.Module) -> list[Any]:
     return [module for module in model.modules() if hasattr(module, "lora_A")]
 
 
 def _output_name(model: PreTrainedModel) -> str:
     head = model.get_output_embeddings()
-    names = [name for name, module in model.named_modules() if module is head]
+    names: list[str] = [name for name, module in model.named_modules() if module is head]
     return names[0]
 
 

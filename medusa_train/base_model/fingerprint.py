@@ -2,6 +2,10 @@
 
 It covers the config without paths, the tensors' names, shapes and dtypes, and the first and last
 MiB of each weights file: a fine-tune, a conversion or another revision changes it, a copy does not.
+
+A base that was trained with its heads has the fingerprint that its heads name, made from the
+original's and from what was trained. A model that it was merged into keeps that in its config,
+beside the fingerprint of its own files, without which it does not count.
 """
 
 from __future__ import annotations
@@ -18,6 +22,8 @@ from medusa_train.json_values import fingerprint, read_json
 
 _SAMPLE_BYTES = 1 << 20
 _PATH_KEYS = frozenset({"_name_or_path", "name_or_path"})
+TRAINED_KEY = "medusa_train"
+"""Key of a config that says what was merged into the model."""
 _SINGLE_FILES = ("model.safetensors", "pytorch_model.bin")
 
 
@@ -43,13 +49,16 @@ def base_fingerprint(
             )
         raise InputError(f"{name_or_path}: no config.json in it, so it is no model")
     config = _json_object(config_path)
+    trained = config.pop(TRAINED_KEY, None)
     files = weight_files(name_or_path, revision=revision)
-    return fingerprint(
+    found = fingerprint(
         {
             "config": {key: value for key, value in config.items() if key not in _PATH_KEYS},
             "weights": [[path.name, _header(path), _sample(path)] for path in files],
         }
     )
+    is_untouched = isinstance(trained, dict) and trained.get("files_fingerprint") == found
+    return str(trained["fingerprint"]) if is_untouched else found
 
 
 def weight_files(name_or_path: str, *, revision: str | None = None) -> list[Path]:

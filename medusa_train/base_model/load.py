@@ -6,6 +6,7 @@ import importlib.util
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -23,7 +24,8 @@ from transformers.utils.logging import disable_progress_bar
 
 from medusa_train.base_model.features import LogitRule, check_features
 from medusa_train.base_model.fingerprint import base_fingerprint, first_line
-from medusa_train.base_model.sharded import run_sharded, sharded_loading
+from medusa_train.base_model.sharded import run_sharded, sharded_loading, whole_layers
+from medusa_train.base_model.trained import apply_trained, trained_fingerprint
 from medusa_train.errors import InputError
 
 
@@ -73,6 +75,8 @@ def load_base_model(
     trust_remote_code: bool = False,
     device: torch.device | str | None = None,
     zero3: Mapping[str, Any] | None = None,
+    runs_alone: bool = True,
+    trained: Path | None = None,
 ) -> BaseModel:
     """Load a base model frozen and in eval mode, and check that our logits are the model's.
 
@@ -87,6 +91,10 @@ def load_base_model(
         device: None is accelerate's choice.
         zero3: DeepSpeed configuration with which the weights are sharded over the processes; all of
             them call this. None gives every process the whole model.
+        runs_alone: with ``zero3``, whether the model runs by itself; not where it becomes a part of
+            a module that DeepSpeed trains.
+        trained: what training made of it (:mod:`medusa_train.base_model.trained`), applied to it;
+            it then has the fingerprint of the trained base.
 
     Raises:
         InputError: there is no such model, it is no causal LM, its logits cannot be reproduced, or
@@ -117,13 +125,20 @@ def load_base_model(
             # nn.Module.to is the same call; transformers wraps it so that mypy cannot read it.
             torch.nn.Module.to(model, device)
             model.eval().requires_grad_(False)
+            if trained is not None:
+                apply_trained(model, trained)
+                fingerprint = trained_fingerprint(fingerprint, trained)
             logit_rule = check_features(model)
         else:
             config = AutoConfig.from_pretrained(name_or_path, **options)
             with sharded_loading(zero3, dtype=config.dtype or torch.float32) as sharding:
                 model = AutoModelForCausalLM.from_pretrained(name_or_path, **options)
             model.eval().requires_grad_(False)
-            logit_rule = run_sharded(model, sharding, check=lambda: check_features(model))
+            if runs_alone:
+                logit_rule = run_sharded(model, sharding, check=lambda: check_features(model))
+            else:
+                with whole_layers(model):
+                    logit_rule = check_features(model)
     except (OSError, ValueError, ImportError, SafetensorError) as error:
         raise InputError(f"{name_or_path}: cannot be loaded: {first_line(error)}") from error
     return BaseModel(

@@ -1,4 +1,4 @@
-"""A frozen base model of which every process holds a part: DeepSpeed's ZeRO-3.
+"""A base model of which every process holds a part: DeepSpeed's ZeRO-3.
 
 The weights are read into parts at once, so no process ever holds the whole model, and each layer is
 put together for its own forward pass only.
@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
 from medusa_train.base_model.features import decoder
@@ -46,6 +47,33 @@ def sharded_loading(config: Mapping[str, Any], *, dtype: torch.dtype) -> Iterato
     keep = HfDeepSpeedConfig(own)
     yield own
     del keep
+
+
+@contextmanager
+def whole_layers(model: PreTrainedModel) -> Iterator[None]:
+    """Make each module of a sharded model whole while it runs inside the block, without gradients.
+
+    For a model that is not trained yet: the engine that will do this for it comes later.
+    """
+    handles = []
+
+    def gather(module: nn.Module, _inputs: Any) -> None:
+        own: list[Any] = list(module.parameters(recurse=False))
+        own[0].all_gather(own)
+
+    def release(module: nn.Module, _inputs: Any, _outputs: Any) -> None:
+        own: list[Any] = list(module.parameters(recurse=False))
+        own[0].partition(own)
+
+    for module in model.modules():
+        if any(True for _ in module.parameters(recurse=False)):
+            handles.append(module.register_forward_pre_hook(gather))
+            handles.append(module.register_forward_hook(release))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def run_sharded(

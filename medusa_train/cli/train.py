@@ -13,6 +13,7 @@ import typer
 from medusa_train.cli.app import Json, Overrides, make_app, print_errors
 from medusa_train.cli.export import export, import_heads, verify
 from medusa_train.cli.hub import push
+from medusa_train.cli.options import Dtype
 from medusa_train.cli.plot import plot
 from medusa_train.errors import InputError
 
@@ -165,6 +166,41 @@ def _print_plan(estimate: Estimate) -> None:
     console = Console(highlight=False, soft_wrap=True)
     for part in plan_tables(estimate):
         console.print(part, markup=not isinstance(part, str))
+
+
+@app.command()
+def merge(
+    run: Annotated[Path, typer.Argument(help="A run directory, or a heads directory.")],
+    output: Annotated[Path, typer.Argument(help="The directory to write.")],
+    base_model: Annotated[
+        str | None,
+        typer.Option(help="The original base. Default: the one that the heads name."),
+    ] = None,
+    dtype: Annotated[
+        Dtype, typer.Option(help="Type of the weights. Default: the original's.")
+    ] = Dtype.AUTO,
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Run code that comes with the base.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Write the base model that was trained with the heads as a plain model directory.
+
+    For method: medusa2. The heads go with it: give it as --base-model.
+    """
+    from medusa_train.merging import merge_run
+
+    result = merge_run(
+        run,
+        output,
+        base_model=base_model,
+        dtype=dtype.value,
+        trust_remote_code=trust_remote_code,
+    )
+    if as_json:
+        typer.echo(json.dumps(result))
+    else:
+        typer.echo(f"{output}: the trained base model, {result['fingerprint']}")
 
 
 app.command()(export)

@@ -170,12 +170,19 @@ def _check_base(
             f"{directory}: heads for {config.vocab_size} rows of lm_head ({name}), but the base "
             f"model has {vocab_size}; give the base that they were trained on (--base-model)"
         )
-    if base_fingerprint is not None and base_fingerprint != base.fingerprint:
+    if base_fingerprint is None or base_fingerprint == base.fingerprint:
+        return
+    if base.trained is not None and base_fingerprint == base.trained.original_fingerprint:
         raise InputError(
-            f"{directory}: heads of the base model {name} with fingerprint {base.fingerprint}, but "
-            f"this base model has {base_fingerprint}; give the base that they were trained on "
+            f"{directory}: heads of a base model that was trained with them, and this is {name} as "
+            "it was before; write the trained one with medusa-train merge, and give that "
             "(--base-model)"
         )
+    raise InputError(
+        f"{directory}: heads of the base model {name} with fingerprint {base.fingerprint}, but "
+        f"this base model has {base_fingerprint}; give the base that they were trained on "
+        "(--base-model)"
+    )
 
 
 def _read_tensors(path: Path) -> dict[str, Tensor]:

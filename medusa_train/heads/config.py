@@ -53,16 +53,31 @@ class HeadsConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class TrainedFrom:
+    """From what a base was trained together with its heads (Medusa-2).
+
+    Attributes:
+        original_fingerprint: of the base before that.
+        directory: what training made of it, from the heads directory: adapters, trained weights, or
+            a whole model.
+    """
+
+    original_fingerprint: str
+    directory: str
+
+
+@dataclass(frozen=True, slots=True)
 class BaseIdentity:
     """Which base model the heads were trained on, and on what they were trained.
 
     Attributes:
-        name_or_path: hub id or path, as the user gave it.
+        name_or_path: hub id or path, as the user gave it; of the original where it was trained too.
         fingerprint: of the base's config and weights; heads are refused on another one.
         gguf_file: the GGUF file in it, if that was loaded.
         revision: the hub revision, if one was asked for.
         chat_template_hash: hash of the chat template of the training data, if it had one.
         max_length: longest training sequence in tokens.
+        trained: from what the base was trained with the heads; None where it stayed as it was.
     """
 
     name_or_path: str
@@ -71,6 +86,7 @@ class BaseIdentity:
     revision: str | None = None
     chat_template_hash: str | None = None
     max_length: int | None = None
+    trained: TrainedFrom | None = None
 
 
 def format_a_config(config: HeadsConfig, base: BaseIdentity) -> dict[str, Any]:
@@ -93,7 +109,11 @@ def format_a_config(config: HeadsConfig, base: BaseIdentity) -> dict[str, Any]:
 
 def to_spec(config: HeadsConfig, base: BaseIdentity) -> dict[str, Any]:
     """``heads_spec.json``: all that is needed to load the heads and to refuse a wrong base."""
-    return {"schema_version": SPEC_VERSION, **asdict(config), "base_model": asdict(base)}
+    identity = asdict(base)
+    if base.trained is None:
+        # Most bases stay as they are, and their heads' files as they were.
+        del identity["trained"]
+    return {"schema_version": SPEC_VERSION, **asdict(config), "base_model": identity}
 
 
 def from_spec(spec: Any, *, where: str) -> tuple[HeadsConfig, BaseIdentity]:
@@ -111,7 +131,10 @@ def from_spec(spec: Any, *, where: str) -> tuple[HeadsConfig, BaseIdentity]:
     base = rest.pop("base_model", None)
     if not isinstance(base, dict):
         raise InputError(f"{where}: base_model: must be a JSON object, got {base!r}")
+    trained = base.get("trained")
     try:
+        if trained is not None:
+            base = {**base, "trained": TrainedFrom(**trained)}
         return HeadsConfig(**rest), BaseIdentity(**base)
     except (TypeError, ValueError) as error:
         raise InputError(f"{where}: {error}") from error

@@ -17,6 +17,8 @@ from medusa_train.base_model.features import hidden_states
 from medusa_train.data.conversations import Conversation
 from medusa_train.data.examples import pad_batch, valid_pairs
 from medusa_train.data.packing import pack_rows
+from medusa_train.data.teacher_logprobs import TeacherLogprobsReader
+from medusa_train.errors import InputError
 
 Batch = Mapping[str, Tensor]
 
@@ -50,14 +52,24 @@ class OnlineExamples(Dataset[dict[str, Tensor]]):
         conversations: the text.
         num_heads: K.
         with_last: with each span's last source position, as soft targets need it.
+        stored: the base's log-probabilities of these conversations; an item then has those of the
+            token after each source position, ``teacher_ids`` and ``teacher_logprobs`` [N, S]. Only
+            ``with_last``.
     """
 
     def __init__(
-        self, conversations: Sequence[Conversation], *, num_heads: int, with_last: bool = False
+        self,
+        conversations: Sequence[Conversation],
+        *,
+        num_heads: int,
+        with_last: bool = False,
+        stored: TeacherLogprobsReader | None = None,
     ) -> None:
+        assert with_last or stored is None
         self.conversations = conversations
         self.num_heads = num_heads
         self.with_last = with_last
+        self.stored = stored
 
     def __len__(self) -> int:
         return len(self.conversations)
@@ -70,7 +82,39 @@ class OnlineExamples(Dataset[dict[str, Tensor]]):
             "input_ids": torch.tensor(row.input_ids),
             "positions": pairs.positions,
             "labels": pairs.labels,
+            **({} if self.stored is None else stored_rows(self.stored, row)),
         }
+
+
+def stored_rows(stored: TeacherLogprobsReader, row: Conversation) -> dict[str, Tensor]:
+    """A row's stored entries, one line for each token that has a source position.
+
+    A cut row has the first ones of the whole; a span that begins the row has a token without one.
+
+    Raises:
+        InputError: there are none of this row, or fewer than it has tokens.
+    """
+    ids, logprobs = stored.of(row.id)
+    if len(ids) < row.num_supervised:
+        raise InputError(
+            f"{stored.directory}: row {row.id!r} has {row.num_supervised} tokens and "
+            f"{len(ids)} log-probabilities; generate both together"
+        )
+    first = 0
+    keep: list[int] = []
+    for start, end in row.assistant_spans:
+        keep += range(first + (start == 0), first + end - start)
+        first += end - start
+    return {
+        "teacher_ids": torch.from_numpy(ids[keep]).long(),
+        "teacher_logprobs": torch.from_numpy(logprobs[keep]),
+    }
+
+
+def _stored(items: Sequence[Batch]) -> dict[str, Tensor]:
+    """The stored entries of a batch, one row after another, where the items have some."""
+    names = [name for name in items[0] if name.startswith("teacher_")]
+    return {name: torch.cat([item[name] for item in items]) for name in names}
 
 
 def collate_online(items: Sequence[Batch]) -> dict[str, Tensor]:
@@ -85,6 +129,7 @@ def collate_online(items: Sequence[Batch]) -> dict[str, Tensor]:
         "input_ids": input_ids,
         "source_index": torch.cat(index),
         "labels": torch.cat([item["labels"] for item in items]),
+        **_stored(items),
     }
 
 
@@ -103,6 +148,7 @@ def collate_packed(items: Sequence[Batch], *, capacity: int) -> dict[str, Tensor
         "position_ids": packed.position_ids,
         "source_index": torch.cat(index),
         "labels": torch.cat([item["labels"] for item in items]),
+        **_stored(items),
     }
 
 

@@ -15,6 +15,7 @@ from pydantic_core import ErrorDetails
 
 from medusa_train.recipe.deepspeed_block import check_deepspeed
 from medusa_train.recipe.export_block import export_mistakes
+from medusa_train.recipe.medusa2 import medusa2_mistakes
 from medusa_train.recipe.schema import DistillSection, EvaluateSection, HeadsSection, Recipe
 from medusa_train.recipe.trainer_block import check_trainer
 from medusa_train.recipe.yaml_reader import Key, show
@@ -71,6 +72,7 @@ def combined_mistakes(schema: type[BaseModel], value: Mapping[str, Any]) -> Iter
     train = _section(value, "train")
     yield from _hidden_state_mistakes(train, data)
     if schema is Recipe:
+        yield from medusa2_mistakes(value)
         yield from _tree_mistakes(value, data)
         yield from _quality_mistakes(value, data)
         for name, message in export_mistakes(_section(value, "export"), _section(value, "heads")):

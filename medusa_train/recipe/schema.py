@@ -8,30 +8,20 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
-MAX_SEED = 2**32 - 1
-
-Text = Annotated[str, Field(min_length=1)]
-Count = Annotated[int, Field(ge=1)]
-CountOrOff = Annotated[int, Field(ge=0)]
-Seed = Annotated[int, Field(ge=0, le=MAX_SEED)]
-Temperature = Annotated[float, Field(ge=0.0, le=100.0)]
-Probability = Annotated[float, Field(gt=0.0, le=1.0)]
-Positive = Annotated[float, Field(gt=0.0, allow_inf_nan=False)]
-Language = Annotated[str, Field(pattern="^[a-z]{2,3}$")]
-
-
-class Section(BaseModel):
-    """A part of a recipe: unknown keys are refused and nothing is converted silently."""
-
-    model_config = ConfigDict(
-        extra="forbid",
-        frozen=True,
-        strict=True,
-        protected_namespaces=(),
-        use_attribute_docstrings=True,
-    )
+from medusa_train.recipe.medusa2 import Medusa2Section
+from medusa_train.recipe.section import (
+    Count,
+    CountOrOff,
+    Language,
+    Positive,
+    Probability,
+    Section,
+    Seed,
+    Temperature,
+    Text,
+)
 
 
 class BaseModelSection(Section):
@@ -201,15 +191,18 @@ class DataSection(ChatSection):
 class TrainSection(Section):
     """How the heads are trained."""
 
-    method: Literal["medusa1"] = "medusa1"
-    """`medusa1`: the base model stays as it is."""
+    method: Literal["medusa1", "medusa2"] = "medusa1"
+    """`medusa1`: the base model stays as it is. `medusa2`: base and heads are trained together."""
+    medusa2: Medusa2Section | None = None
+    """How base and heads are trained together; null is the section's defaults."""
     head_loss_decay: Annotated[float, Field(gt=0.0, le=1.0)] = 0.8
     """Weight of head n's loss is this to the power of n."""
     soft_target_weight: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
     """Share of the loss whose target is the base model's own distribution instead of its token; 0
     is the tokens alone."""
     hidden_states: Literal["cached", "online"] = "cached"
-    """`cached`: run the base model once and keep its hidden states. `online`: run it every step."""
+    """`cached`: run the base model once and keep its hidden states. `online`: run it every step, as
+    `method: medusa2` always does but for its warm-up."""
     hidden_states_dtype: Literal["bfloat16", "int8"] = "bfloat16"
     """Type of the cached hidden states; `int8`, with a scale for each position, takes half the room
     and costs little accuracy."""
@@ -224,6 +217,11 @@ class TrainSection(Section):
     """Type of the heads' matrix products; their weights are float32 in any case."""
     trainer: dict[str, Any] = Field(default_factory=dict)
     """Arguments of `transformers.TrainingArguments`, by their own names."""
+
+    @property
+    def joint(self) -> Medusa2Section | None:
+        """How base and heads are trained together; None where the base stays as it is."""
+        return (self.medusa2 or Medusa2Section()) if self.method == "medusa2" else None
 
 
 class TreeSection(Section):

@@ -18,6 +18,7 @@ from medusa_train.base_model.load import BaseModel
 from medusa_train.base_model.packed import check_packed_rows
 from medusa_train.console import log
 from medusa_train.data.conversations import Conversation
+from medusa_train.data.teacher_logprobs import TeacherLogprobsReader
 from medusa_train.distributed import is_launched
 from medusa_train.errors import InputError, InputErrors
 from medusa_train.heads.checkpoint import load_heads
@@ -26,17 +27,21 @@ from medusa_train.heads.model import MedusaHeads, most_frequent_tokens, num_cand
 from medusa_train.hidden_states.cache import CachedExamples, CachedHiddenStates, collate_cached
 from medusa_train.hidden_states.online import (
     Batch,
+    HiddenStateSource,
     OnlineExamples,
     OnlineHiddenStates,
     collate_online,
     collate_packed,
 )
 from medusa_train.hidden_states.reading import spare_memory
-from medusa_train.losses import Teacher, head_weights
+from medusa_train.loss_targets import Teacher
+from medusa_train.losses import head_weights
 from medusa_train.recipe.deepspeed_block import read_deepspeed
 from medusa_train.recipe.schema import HeadsSection, Recipe
 from medusa_train.run_dir import RunDir
+from medusa_train.train.build_joint import joint_parts
 from medusa_train.train.even import even_examples
+from medusa_train.train.joint import JointBase
 from medusa_train.train.module import HeadsModule
 from medusa_train.train.trackers import chosen_trackers, set_environment
 from medusa_train.train.tracking import MetricsFile, TrainingLog
@@ -81,47 +86,73 @@ class TrainingData:
     train_cache: CacheLocation | None
     eval_cache: CacheLocation | None
     chat_template_hash: str | None
+    stored: TeacherLogprobsReader | None = None
+    """The base's stored log-probabilities of the conversations, where training reads them."""
 
 
 def build_trainer(
-    recipe: Recipe, *, base: BaseModel, data: TrainingData, run: RunDir, run_name: str
+    recipe: Recipe,
+    *,
+    base: BaseModel,
+    data: TrainingData,
+    run: RunDir,
+    run_name: str,
+    original: BaseModel | None = None,
 ) -> HeadsTrainer:
     """Everything that training needs, from a recipe.
 
     Args:
         recipe: the recipe.
-        base: the loaded base model.
+        base: the loaded base model; Medusa-2 trains it.
         data: the conversations.
         run: where checkpoints and metrics go.
         run_name: the run's name for the trackers, where the recipe has none.
+        original: a second copy of the base for Medusa-2, where a copy of what is loaded will not do
+            (under ZeRO-3); None makes one if it is needed.
 
     Raises:
         InputError: the Trainer refuses an argument.
     """
     args = training_arguments(recipe, run, run_name=run_name)
     set_seed(args.seed)
-    is_cached = recipe.train.hidden_states == "cached"
+    section = recipe.train.joint
+    is_cached = recipe.train.hidden_states == "cached" and section is None
     identity = base_identity(recipe, base, chat_template_hash=data.chat_template_hash)
     heads = new_heads(recipe.heads, base=base, conversations=data.train)
-    lm_head = output_projection(base.model) if recipe.heads.layout == "shared" else None
+    is_shared = recipe.heads.layout == "shared"
+    lm_head = output_projection(base.model) if is_shared and section is None else None
+    teacher = _teacher(recipe, base, heads)
+    source: HiddenStateSource | JointBase = CachedHiddenStates()
+    joint = None
+    if section is not None:
+        stored = None if data.stored is None else data.stored.kind
+        source, joint = joint_parts(recipe, base, original=original, args=args, stored=stored)
+    elif not is_cached:
+        source = OnlineHiddenStates(base.model)
     module = HeadsModule(
         heads.to(args.device),
-        source=CachedHiddenStates() if is_cached else OnlineHiddenStates(base.model),
+        source=source,
         base_config=base.model.config,
         lm_head=lm_head,
         head_weights=head_weights(recipe.heads.num_heads, decay=recipe.train.head_loss_decay),
         chunk_size=recipe.train.loss_chunk_size,
         compute_dtype=compute_dtype(recipe.train.compute_dtype, args.device),
         num_candidates=num_candidate_rows(heads, base.num_tokens),
-        teacher=_teacher(recipe, base, heads),
-        # Other devices have an allocator that does this; DeepSpeed keeps gradients of its own.
-        keeps_memory=args.device.type == "cpu" and args.deepspeed is None,
+        teacher=teacher,
+        # Other devices have an allocator that does this; DeepSpeed keeps gradients of its own, and
+        # those of a trained lm_head that heads share are added up.
+        keeps_memory=args.device.type == "cpu"
+        and args.deepspeed is None
+        and not (is_shared and section is not None),
     )
     callbacks: list[TrainerCallback] = [
         MetricsFile(run.metrics),
         TrainingLog(recipe.heads.num_heads),
     ]
-    train_dataset = _dataset(recipe, data.train, data.train_cache)
+    stored_rows = data.stored if section is not None else None
+    train_dataset = _dataset(
+        recipe, data.train, data.train_cache if is_cached else None, stored=stored_rows
+    )
     spent = train_dataset.kept_bytes if isinstance(train_dataset, CachedExamples) else 0
     return HeadsTrainer(
         module,
@@ -133,12 +164,19 @@ def build_trainer(
             num_processes=args.world_size,
         ),
         eval_dataset=(
-            _dataset(recipe, data.eval, data.eval_cache, spent=spent)
+            _dataset(
+                recipe,
+                data.eval,
+                data.eval_cache if is_cached else None,
+                spent=spent,
+                stored=stored_rows,
+            )
             if args.eval_strategy != "no"
             else None
         ),
         collate=_collate(recipe, base),
         callbacks=callbacks,
+        joint=joint,
     )
 
 
@@ -302,6 +340,9 @@ def _teacher(recipe: Recipe, base: BaseModel, heads: MedusaHeads) -> Teacher | N
     weight, bias = output_projection(base.model)
     device = next(heads.parameters()).device
     rows = slice(None) if heads.token_map is None else heads.token_map.to(weight.device)
+    if recipe.train.joint is not None:
+        # The original's, whatever the base is trained to.
+        weight = weight.detach().clone()
     return Teacher(
         weight=weight[rows].to(device),
         bias=None if bias is None else bias[rows].to(device),
@@ -316,7 +357,7 @@ def _collate(recipe: Recipe, base: BaseModel) -> Callable[[Sequence[Batch]], dic
     Raises:
         InputError: conversations are to be packed, and the base cannot read them so.
     """
-    if recipe.train.hidden_states == "cached":
+    if recipe.train.hidden_states == "cached" and recipe.train.joint is None:
         return collate_cached
     if not recipe.data.packing:
         return collate_online
@@ -330,12 +371,16 @@ def _dataset(
     cache: CacheLocation | None,
     *,
     spent: int = 0,
+    stored: TeacherLogprobsReader | None = None,
 ) -> CachedExamples | OnlineExamples:
     """The examples of one split; ``spent``: bytes of the budget of RAM that are taken."""
     num_heads = recipe.heads.num_heads
-    with_last = recipe.train.soft_target_weight > 0
+    # A base that is trained has a loss at the last one too.
+    with_last = recipe.train.soft_target_weight > 0 or recipe.train.joint is not None
     if cache is None:
-        return OnlineExamples(conversations, num_heads=num_heads, with_last=with_last)
+        return OnlineExamples(
+            conversations, num_heads=num_heads, with_last=with_last, stored=stored
+        )
     return CachedExamples(
         conversations,
         directory=cache.directory,

@@ -5,6 +5,7 @@ Where DeepSpeed or FSDP shard the weights, a process holds a part of each; what 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,16 @@ def whole_tensor(tensor: Tensor) -> Tensor:
         whole: Tensor = safe_get_full_fp32_param(tensor)
         return whole
     return tensor
+
+
+def whole_tensors(tensors: Iterable[tuple[str, Tensor]], *, keeps: bool) -> dict[str, Tensor]:
+    """Named tensors, whole and on the CPU; all processes call it, and those that keep get them."""
+    kept = {}
+    for name, tensor in tensors:
+        whole = whole_tensor(tensor)
+        if keeps:
+            kept[name] = whole.detach().cpu().contiguous()
+    return kept
 
 
 def check_same_processes(checkpoint: Path, *, engine: str) -> None:

@@ -38,6 +38,8 @@ def evaluate_held_out(
 ) -> dict[str, float]:
     """Per-head loss, top-1 and top-5, and the acceptance length of the top-1 chain.
 
+    With a base that is trained, also its loss: ``base_kl`` or ``base_cross_entropy``.
+
     Args:
         module: base and heads.
         examples: one item per conversation.
@@ -58,7 +60,8 @@ def evaluate_held_out(
     )
     counts = HeadCounts.zeros(num_heads, device=module.device)
     emitted, steps = 0, 0
-    module.heads.eval()
+    base_loss, base_rows = 0.0, 0
+    module.eval()
     for index, batch in enumerate(loader):
         inputs = {name: value.to(module.device) for name, value in batch.items()}
         pairs = module.count_pairs(inputs["labels"])
@@ -67,15 +70,22 @@ def evaluate_held_out(
             # Not this process's: sharded weights are gathered by all processes or by none.
             break
         counts += outputs["counts"]
+        if module.joint is not None:
+            base_loss += outputs["base_loss_sum"].item()
+            base_rows += len(inputs["labels"])
         rows = [examples.conversations[i] for i in mine[index]]
         # With soft targets a batch also holds each span's last position, which has no pair.
         has_pair = (batch["labels"] != IGNORE).any(dim=1)
         walked = walk(outputs["is_first"].cpu()[has_pair], rows)
         emitted, steps = emitted + walked[0], steps + walked[1]
-    module.heads.train()
+    name = None if module.joint is None else module.joint.loss_name
+    module.train()
     values = HeadCounts.from_stacked(reduce(counts.stacked())).log_values()
-    total = reduce(torch.tensor([emitted, steps], dtype=torch.float64, device=module.device))
-    tokens, taken = total.tolist()
+    sums = [emitted, steps, base_loss, base_rows]
+    total = reduce(torch.tensor(sums, dtype=torch.float64, device=module.device))
+    tokens, taken, base_loss, base_rows = total.tolist()
+    if name is not None and base_rows:
+        values[f"base_{name}"] = base_loss / base_rows
     return {**values, "acceptance_length": tokens / taken} if taken else values
 
 

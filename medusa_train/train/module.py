@@ -1,14 +1,16 @@
-"""The heads as one module under the Trainer, with the Medusa-1 loss inside its forward.
+"""The heads as one module under the Trainer, with the loss inside its forward.
 
-``L = Σ_k λ_k · Σ_pairs cross-entropy ÷ pairs_k`` (paper, eq. 1), where ``pairs_k`` counts the valid
-pairs of head k in the whole accumulated batch of all processes, so that accumulation and the number
-of devices do not change the loss.
+Medusa-1: ``L = Σ_k λ_k · Σ_pairs cross-entropy ÷ pairs_k`` (paper, eq. 1), where ``pairs_k`` counts
+the valid pairs of head k in the whole accumulated batch of all processes, so that accumulation and
+the number of devices do not change the loss. Medusa-2: ``L_base + λ0 · L`` (eq. 2), with the
+``L_base`` of :mod:`medusa_train.train.joint`.
 
 Shapes: N source positions, D hidden, V vocabulary, K heads.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -17,8 +19,10 @@ from torch import Tensor, nn
 from medusa_train.heads.model import MedusaHeads
 from medusa_train.hidden_states.online import HiddenStateSource
 from medusa_train.loss_memory import LossMemory
-from medusa_train.losses import IGNORE, Teacher, chunked_cross_entropy, label_offset
+from medusa_train.loss_targets import Teacher
+from medusa_train.losses import IGNORE, chunked_cross_entropy, label_offset
 from medusa_train.metrics import HeadCounts, hits_from_ranks
+from medusa_train.train.joint import JointBase
 
 
 class HeadObjective(nn.Module):
@@ -69,7 +73,7 @@ class HeadObjective(nn.Module):
             self.head, lm_head_weight=lm_head_weight, lm_head_bias=lm_head_bias
         )
         # A gradient that is still there (accumulation) must not be overwritten.
-        has_gradient = weight.grad is not None
+        has_gradient = weight.is_leaf and weight.grad is not None
         result = chunked_cross_entropy(
             self.heads.trunk(states, head=self.head),
             weight,
@@ -88,11 +92,12 @@ class HeadObjective(nn.Module):
 
 
 class HeadsModule(nn.Module):
-    """The heads, and where hidden states come from. The frozen base is no part of it.
+    """The heads, and where hidden states come from. A frozen base is no part of it.
 
     Args:
         heads: trained; fp32 master weights.
-        source: gives the hidden states of a batch.
+        source: gives the hidden states of a batch: a cache, a frozen base, or the base that is
+            trained with the heads; rows are then every source position of a span.
         base_config: the base's config; DeepSpeed's "auto" keys read the hidden size from it.
         lm_head: the base's (weight [V, D], bias [V] or None), for the layout ``shared``.
         head_weights: [K] λ of each head.
@@ -116,7 +121,7 @@ class HeadsModule(nn.Module):
         self,
         heads: MedusaHeads,
         *,
-        source: HiddenStateSource,
+        source: HiddenStateSource | JointBase,
         base_config: Any,
         lm_head: tuple[Tensor, Tensor | None] | None,
         head_weights: list[float],
@@ -130,7 +135,7 @@ class HeadsModule(nn.Module):
         self.memory = LossMemory() if keeps_memory else None
         object.__setattr__(self, "heads", heads)  # their parameters are the objectives'
         self.config = base_config
-        self.source = source
+        self.source = source  # a trained base is a module, and so a part of this one
         self.head_weights = head_weights
         self.compute_dtype = compute_dtype
         self.teacher = teacher
@@ -148,10 +153,37 @@ class HeadsModule(nn.Module):
         self.register_buffer("lm_head_weight", weight, persistent=False)
         self.register_buffer("lm_head_bias", bias, persistent=False)
 
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """What is frozen may be missing: a checkpoint has what is trained."""
+        if self.joint is None:
+            return super().load_state_dict(state_dict, strict=strict, assign=assign)
+        result = super().load_state_dict(state_dict, strict=False, assign=assign)
+        trained = {name for name, p in self.named_parameters() if p.requires_grad}
+        wrong = [*trained.intersection(result.missing_keys), *result.unexpected_keys]
+        if strict and wrong:
+            raise RuntimeError(f"a checkpoint of another module: {min(wrong)}")
+        return result
+
+    @property
+    def joint(self) -> JointBase | None:
+        """The base that is trained with the heads, or None."""
+        return self.source if isinstance(self.source, JointBase) else None
+
+    @property
+    def num_denominators(self) -> int:
+        """Entries of :meth:`count_pairs`."""
+        return self.heads.config.num_heads + (self.joint is not None)
+
     def count_pairs(self, labels: Tensor) -> Tensor:
-        """[K] float64: valid pairs per head in ``labels`` [N, K] that the heads can name."""
+        """[K] float64: valid pairs per head in ``labels`` [N, K] that the heads can name.
+
+        With a base that is trained one more: its N supervised tokens.
+        """
         rows = self.heads.labels_to_rows(labels.to(self.device), ignore=IGNORE)
-        return (rows != IGNORE).sum(dim=0).double()
+        pairs = (rows != IGNORE).sum(dim=0).double()
+        return pairs if self.joint is None else torch.cat([pairs, pairs.new_tensor([len(rows)])])
 
     @property
     def device(self) -> torch.device:
@@ -165,25 +197,38 @@ class HeadsModule(nn.Module):
         num_pairs: Tensor,
         with_ranks: bool = False,
         compute_dtype: torch.dtype | None = None,
+        head_loss_weight: float = 1.0,
         **batch: Tensor,
     ) -> dict[str, Any]:
         """The weighted loss of a batch.
 
         Args:
             labels: [N, K] int64 token ids, ``IGNORE`` where a pair is not valid.
-            num_pairs: [K] denominators: valid pairs of the whole accumulated batch.
+            num_pairs: denominators of the whole accumulated batch, as :meth:`count_pairs` counts.
             with_ranks: also count the top-n hits.
             compute_dtype: dtype of the projections; None is the module's.
+            head_loss_weight: λ0, with a base that is trained.
             **batch: what :attr:`source` reads.
 
         Returns:
-            ``loss`` []; ``counts``, the batch's :class:`HeadCounts`; and, with ranks, ``is_first``
-            [N, K] bool: the head ranks the true token first.
+            ``loss`` []; ``counts``, the batch's :class:`HeadCounts`; with ranks, ``is_first``
+            [N, K] bool: the head ranks the true token first; with a base that is trained,
+            ``base_loss_sum`` [].
         """
-        states = self.source(batch).to(next(self.heads.parameters()).dtype)
+        compute_dtype = compute_dtype or self.compute_dtype
+        passed = None
+        if self.joint is not None:
+            passed = self.joint(batch, compute_dtype=compute_dtype)
+            states, originals = passed.states, passed.original_states
+            is_shared = self.heads.config.layout == "shared"
+            lm_head = self.joint.lm_head() if is_shared else None
+        else:
+            assert not isinstance(self.source, JointBase)
+            states = originals = self.source(batch)
+            weight = self.lm_head_weight
+            lm_head = None if weight is None else (weight, self.lm_head_bias)
+        states = states.to(next(self.heads.parameters()).dtype)
         rows = self.heads.labels_to_rows(labels, ignore=IGNORE)
-        weight = self.lm_head_weight
-        lm_head = None if weight is None else (weight, self.lm_head_bias)
         loss = states.new_zeros(())
         parts, firsts = [], []
         # The products choose their own dtype; autocast must not choose it again.
@@ -193,10 +238,10 @@ class HeadsModule(nn.Module):
                 loss_sum, ranks = self.objectives[k](
                     states[is_valid],
                     rows[is_valid, k],
-                    teacher_states=self._teacher_states(states, is_valid, head=k),
+                    teacher_states=self._teacher_states(originals, is_valid, head=k),
                     lm_head=lm_head,
                     with_ranks=with_ranks,
-                    compute_dtype=compute_dtype or self.compute_dtype,
+                    compute_dtype=compute_dtype,
                     memory=self.memory,
                 )
                 share = self.head_weights[k] / num_pairs[k].clamp(min=1)
@@ -205,12 +250,33 @@ class HeadsModule(nn.Module):
                 if with_ranks:
                     firsts.append(torch.zeros_like(is_valid).masked_scatter(is_valid, ranks == 0))
         outputs = {"loss": loss, "counts": HeadCounts.from_stacked(torch.stack(parts))}
+        if passed is not None:
+            base_loss = passed.loss_sum / num_pairs[-1].clamp(min=1).to(passed.loss_sum.dtype)
+            outputs["loss"] = base_loss + head_loss_weight * loss
+            outputs["base_loss_sum"] = passed.loss_sum.detach()
         return {**outputs, "is_first": torch.stack(firsts, dim=1)} if with_ranks else outputs
 
-    def _teacher_states(self, states: Tensor, is_valid: Tensor, *, head: int) -> Tensor | None:
+    def activation_checkpointing_enable(
+        self,
+        activation_checkpointing_kwargs: dict[str, Any] | None = None,
+        every_n_layers: int = 1,
+        offload: bool = False,
+    ) -> None:
+        """Keep few of the trained base's activations, and compute the others again."""
+        assert self.joint is not None, "a frozen base keeps no activations"
+        # The other kind gives no gradient where only adapters inside a layer have one.
+        kwargs = {"use_reentrant": False, **(activation_checkpointing_kwargs or {})}
+        self.joint.model.activation_checkpointing_enable(
+            activation_checkpointing_kwargs=kwargs, every_n_layers=every_n_layers, offload=offload
+        )
+
+    def _teacher_states(
+        self, states: Tensor | None, is_valid: Tensor, *, head: int
+    ) -> Tensor | None:
         """The base's state one token before each target, from which it predicts the target."""
         if self.teacher is None:
             return None
+        assert states is not None, "soft targets come from the original"
         return states[is_valid.nonzero().squeeze(1) + label_offset(head) - 1]
 
 

@@ -2,14 +2,17 @@
 
 Changed: the denominators of the loss (valid pairs per head in the global accumulated batch), what a
 checkpoint holds (the trainable tensors, as a heads directory), that a checkpoint appears whole or
-not at all, the per-head figures in the log, and that a loss that is not finite ends the run.
+not at all, the per-head figures in the log, and that a loss that is not finite ends the run. With a
+base that is trained too: its own learning rate, λ0, and what becomes of it in a checkpoint.
 """
 
 from __future__ import annotations
 
+import math
 import shutil
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +22,9 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_callback import PrinterCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 
+from medusa_train.base_model.trained import put_trained, save_trained
 from medusa_train.console import log
-from medusa_train.distributed import wait_for_all
+from medusa_train.distributed import any_process, wait_for_all
 from medusa_train.errors import MedusaTrainError
 from medusa_train.heads.checkpoint import load_heads, save_tensors
 from medusa_train.heads.config import BaseIdentity
@@ -31,10 +35,11 @@ from medusa_train.metrics import HeadCounts
 from medusa_train.train.checkpoints import (
     StopWhenAsked,
     check_same_processes,
-    whole_tensor,
+    whole_tensors,
 )
 from medusa_train.train.even import EvenExamples
 from medusa_train.train.held_out import evaluate_held_out
+from medusa_train.train.joint_training import JointTraining, joint_optimizer, trained_identity
 from medusa_train.train.module import HeadsModule
 from medusa_train.train.throughput import Throughput
 from medusa_train.train.tracking import TrainingLog
@@ -53,6 +58,7 @@ class HeadsTrainer(Trainer):
         eval_dataset: the same for ``eval_strategy``; None for no evaluation while training.
         collate: items → batch.
         callbacks: the log, the trackers.
+        joint: how the base is trained with the heads; None where it is frozen.
     """
 
     # The loss is divided by the pairs of the whole accumulated batch: no further division.
@@ -68,7 +74,9 @@ class HeadsTrainer(Trainer):
         eval_dataset: CachedExamples | OnlineExamples | None,
         collate: Callable[[Sequence[Any]], dict[str, Tensor]],
         callbacks: list[TrainerCallback],
+        joint: JointTraining | None = None,
     ) -> None:
+        self.joint = joint
         super().__init__(
             model=module,
             args=args,
@@ -88,13 +96,29 @@ class HeadsTrainer(Trainer):
         self.module = module
         self.identity = identity
         self.collate = collate
+        if joint is not None and joint.guard is not None:
+            self.add_callback(joint.guard)
         self.is_staging = False
         self._counts = HeadCounts.zeros(module.heads.config.num_heads, device=args.device)
         self._is_finite = torch.ones((), dtype=torch.bool, device=args.device)
+        self._base = torch.zeros(2, dtype=torch.float64, device=args.device)
+
+    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
+        """With a base that is trained: groups of their own for base and heads."""
+        if self.joint is None or self.optimizer is not None:
+            return super().create_optimizer(model)
+        self.optimizer = joint_optimizer(
+            self.module,
+            self.args,
+            multiplier=self.joint.head_lr_multiplier,
+            decaying=self.get_decay_parameter_names(self.module),
+            chosen=self.get_optimizer_cls_and_kwargs(self.args),
+        )
+        return self.optimizer
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Tensor:
-        """[K] valid pairs of each head in all micro-batches of all processes."""
-        pairs = torch.zeros(self.module.heads.config.num_heads, dtype=torch.float64, device=device)
+        """Denominators of the loss, over all micro-batches of all processes."""
+        pairs = torch.zeros(self.module.num_denominators, dtype=torch.float64, device=device)
         for batch in batch_samples:
             pairs += self.module.count_pairs(batch["labels"]).to(device)
         total: Tensor = self.accelerator.reduce(pairs, reduction="sum")
@@ -111,10 +135,16 @@ class HeadsTrainer(Trainer):
         num_pairs = num_items_in_batch
         if num_pairs is None:
             num_pairs = self.module.count_pairs(inputs["labels"])
-        outputs = model(**inputs, num_pairs=num_pairs, with_ranks=self._takes_ranks())
+        more = {}
+        if self.joint is not None:
+            more["head_loss_weight"] = self.joint.head_loss_weight(self.state)
+        outputs = model(**inputs, num_pairs=num_pairs, with_ranks=self._takes_ranks(), **more)
         loss = outputs["loss"] * self.accelerator.num_processes
         self._is_finite &= loss.detach().isfinite()
         self._counts = self._counts + outputs["counts"]
+        if self.joint is not None:
+            rows = outputs["base_loss_sum"].new_tensor(len(inputs["labels"]))
+            self._base += torch.stack([outputs["base_loss_sum"], rows])
         self.throughput.add(inputs["labels"])
         return (loss, outputs) if return_outputs else loss
 
@@ -126,6 +156,8 @@ class HeadsTrainer(Trainer):
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
         if self.control.should_log or self.control.should_save or self.control.should_evaluate:
+            if self._is_ruined():
+                return
             self.check_finite()
         # The device has been read just now, so what follows is not training.
         since = time.perf_counter()
@@ -145,6 +177,21 @@ class HeadsTrainer(Trainer):
                 "the data; the last checkpoint is from before that step"
             )
 
+    def _is_ruined(self) -> bool:
+        """Whether a loss was not finite and a guard has a checkpoint from before; then this ends.
+
+        All processes ask at the same point.
+        """
+        guard = None if self.joint is None else self.joint.guard
+        if guard is None or guard.good_step is None:
+            return False
+        if not any_process(not bool(self._is_finite)):
+            return False
+        guard.note_ruin(self.state.global_step)
+        self.control.should_log = self.control.should_save = self.control.should_evaluate = False
+        self.control.should_training_stop = True
+        return True
+
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Add the per-head figures and the speed since the last log."""
         if "loss" in logs:
@@ -153,7 +200,25 @@ class HeadsTrainer(Trainer):
             logs["pairs"] = stacked[:, -2].sum().item()
             logs |= self.throughput.log_values(self.accelerator, num_pairs=logs["pairs"])
             self._counts = HeadCounts.zeros(len(stacked), device=stacked.device)
+            if self.joint is not None:
+                logs |= self._base_values()
+                # Its operations are the heads' alone.
+                logs.pop("model_flops_utilisation", None)
+        if self.joint is not None and self.joint.guard is not None and self.joint.guard.has_stopped:
+            # The mean loss of the run may be no number, and that was said.
+            logs = {name: value for name, value in logs.items() if math.isfinite(value)}
         super().log(logs, start_time)
+
+    def _base_values(self) -> dict[str, float]:
+        """The base's loss since the last log, and λ0 of the last step."""
+        assert self.joint is not None
+        assert self.module.joint is not None
+        base = self.accelerator.reduce(self._base, reduction="sum")
+        self._base = torch.zeros_like(self._base)
+        values = {"lambda0": self.joint.head_loss_weight(self.state, back=1)}
+        if base[1]:
+            values[f"base_{self.module.joint.loss}"] = (base[0] / base[1]).item()
+        return values
 
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval"
@@ -187,6 +252,8 @@ class HeadsTrainer(Trainer):
         """
         if checkpoint is not None:
             check_same_processes(checkpoint, engine=self._engine())
+            if self.joint is not None and self.joint.guard is not None:
+                self.joint.guard.restore(checkpoint)
         with interruptible("saving a checkpoint after this step") as interrupt:
             stop = StopWhenAsked(interrupt)
             self.add_callback(stop)
@@ -197,12 +264,22 @@ class HeadsTrainer(Trainer):
                 for callback in self.callback_handler.callbacks:
                     if isinstance(callback, TrainingLog):
                         callback.close()
-        self.check_finite()
+        if self.guarded_checkpoint() is None:
+            self.check_finite()
         if stop.has_stopped:
             log(
                 f"interrupted at step {self.state.global_step}: run the same command again to go on"
             )
             raise KeyboardInterrupt
+
+    def guarded_checkpoint(self) -> Path | None:
+        """The checkpoint that is the result because the base has moved too far since; or None.
+
+        Raises:
+            MedusaTrainError: it was too far before there was a checkpoint.
+        """
+        guard = None if self.joint is None else self.joint.guard
+        return None if guard is None else guard.checkpoint(Path(str(self.args.output_dir)))
 
     def _engine(self) -> str:
         if self.is_deepspeed_enabled:
@@ -214,27 +291,46 @@ class HeadsTrainer(Trainer):
 
         All processes call it: where weights are sharded, they are put together one at a time.
         """
-        tensors = {}
-        for name, tensor in self.module.heads.state_dict(keep_vars=True).items():
-            whole = whole_tensor(tensor)
-            if self.args.should_save:
-                tensors[name] = whole.detach().cpu().contiguous()
-        return tensors
+        tensors = self.module.heads.state_dict(keep_vars=True).items()
+        return whole_tensors(tensors, keeps=self.args.should_save)
+
+    def trained_tensors(self) -> dict[str, Tensor]:
+        """The same of the base's tensors that are trained, by their names in the base."""
+        if self.module.joint is None:
+            return {}
+        parameters = self.module.joint.model.named_parameters()
+        tensors = [(name, tensor) for name, tensor in parameters if tensor.requires_grad]
+        return whole_tensors(tensors, keeps=self.args.should_save)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Write the heads, and nothing of the base."""
-        tensors = self.whole_tensors()
-        if self.args.should_save and output_dir is not None:
-            config = self.module.heads.config
-            save_tensors(tensors, Path(output_dir), config=config, base=self.identity)
+        """Write the heads, and of the base what is trained."""
+        tensors, trained = self.whole_tensors(), self.trained_tensors()
+        guard = None if self.joint is None else self.joint.guard
+        if guard is not None:
+            guard.note_saved(self.state.global_step)
+        if not self.args.should_save or output_dir is None:
+            return
+        directory = Path(output_dir)
+        identity = self.identity
+        if self.joint is not None:
+            part = directory / self.joint.directory_name
+            save_trained(trained, part, adapters=self.joint.adapters)
+            identity = trained_identity(identity, part)
+            if guard is not None:
+                guard.save(directory)
+        save_tensors(tensors, directory, config=self.module.heads.config, base=identity)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         if self.is_fsdp_enabled:
             super()._load_from_checkpoint(resume_from_checkpoint, model)
             return
-        heads, _ = load_heads(
-            Path(resume_from_checkpoint), base_fingerprint=self.identity.fingerprint
-        )
+        directory = Path(resume_from_checkpoint)
+        if self.joint is not None:
+            assert self.module.joint is not None
+            heads, _ = load_heads(directory)
+            put_trained(self.module.joint.model, directory / self.joint.directory_name)
+        else:
+            heads, _ = load_heads(directory, base_fingerprint=self.identity.fingerprint)
         self.module.heads.load_state_dict(heads.state_dict())
 
     def _load_best_model(self) -> None:
@@ -278,6 +374,18 @@ class HeadsTrainer(Trainer):
                 best_model_checkpoint=self.state.best_model_checkpoint,
             )
         wait_for_all()
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        """DeepSpeed's part of a checkpoint is without the weights that are frozen."""
+        if self.joint is None or not self.is_deepspeed_enabled:
+            super()._save_optimizer_and_scheduler(output_dir)
+            return
+        engine: Any = self.model_wrapped
+        engine.save_checkpoint = partial(engine.save_checkpoint, exclude_frozen_parameters=True)
+        try:
+            super()._save_optimizer_and_scheduler(output_dir)
+        finally:
+            del engine.save_checkpoint
 
     def _note_best(self, directory: Path) -> None:
         """Name the checkpoint with the best evaluation; rotation keeps it."""

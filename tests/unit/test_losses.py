@@ -11,10 +11,10 @@ from torch import Tensor
 from medusa_train.base_model.features import LogitRule
 from medusa_train.loss_memory import LossMemory
 from medusa_train.loss_products import SLICE_ROWS, SMALLEST, add_products, large_columns
+from medusa_train.loss_targets import StoredTeacher, Teacher
 from medusa_train.losses import (
     CHUNK_ELEMENTS,
     LogitAdjust,
-    Teacher,
     chunked_cross_entropy,
     default_chunk_size,
     head_weights,
@@ -425,3 +425,52 @@ def test_nothing_is_left_out_of_bf16_where_that_is_said() -> None:
             leaves_out=leaves_out,
         )
         assert grad_hidden[0, 0].item() == pytest.approx(expected, rel=1e-2)
+
+
+def _stored_divergence(log_q: Tensor, log_p: Tensor, ids: Tensor, kind: str) -> Tensor:
+    """The definition, with autograd."""
+    picked = log_p.gather(1, ids)
+    if kind == "samples":
+        return (log_q - picked).mean(dim=1).sum()
+    rest_q = 1 - log_q.exp().sum(dim=1)
+    rest_p = 1 - picked.exp().sum(dim=1)
+    listed = (log_q.exp() * (log_q - picked)).sum(dim=1)
+    return (listed + rest_q * (rest_q.log() - rest_p.log())).sum()
+
+
+@pytest.mark.parametrize("kind", ["top", "samples"])
+@pytest.mark.parametrize("chunk_size", [2, None])
+def test_stored_targets_equal_their_definition(kind: str, chunk_size: int | None) -> None:
+    x, w, b, labels = _inputs(7, 11, 5)
+    generator = torch.Generator().manual_seed(4)
+    log_all = torch.randn(7, 11, generator=generator, dtype=torch.float64).log_softmax(dim=1)
+    if kind == "top":
+        ids = log_all.topk(3, dim=1).indices
+    else:  # a token may be drawn twice
+        ids = torch.multinomial(log_all.exp(), 4, replacement=True, generator=generator)
+        assert any(len(set(row)) < 4 for row in ids.tolist())
+    log_q = log_all.gather(1, ids)
+    expected = _stored_divergence(log_q, (x @ w.T + b).log_softmax(dim=1), ids, kind)
+    wanted = torch.autograd.grad(expected, (x, w, b))
+    ours = chunked_cross_entropy(
+        x,
+        w,
+        bias=b,
+        labels=labels,
+        teacher=StoredTeacher(ids, log_q, kind),  # type: ignore[arg-type]
+        chunk_size=chunk_size,
+        leaves_out=False,
+    )
+    torch.testing.assert_close(ours.loss_sum, expected)
+    for got, want in zip(torch.autograd.grad(ours.loss_sum, (x, w, b)), wanted, strict=True):
+        torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("kind", ["top", "samples"])
+def test_stored_divergence_from_oneself_is_zero(kind: str) -> None:
+    x, w, b, labels = _inputs(6, 20, 5)
+    log_p = (x @ w.T + b).detach().log_softmax(dim=1)
+    ids = log_p.topk(4, dim=1).indices
+    teacher = StoredTeacher(ids, log_p.gather(1, ids), kind)  # type: ignore[arg-type]
+    ours = chunked_cross_entropy(x, w, bias=b, labels=labels, teacher=teacher)
+    assert ours.loss_sum.item() == pytest.approx(0.0, abs=1e-9)
