@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from dataclasses import dataclass, replace
 from math import ceil
 from pathlib import Path
 
 import torch
-from transformers import PretrainedConfig, TrainingArguments
+from transformers import PretrainedConfig, PreTrainedModel, TrainingArguments
 
 from medusa_train.console import log, warn
 from medusa_train.data.conversations import CONVERSATIONS_FILE, is_dataset
@@ -28,6 +29,7 @@ from medusa_train.plan.benchmark import benchmark_bytes, measure_speed
 from medusa_train.plan.device import device_name, free_memory, num_devices, process_bytes
 from medusa_train.plan.disk import Disk, disk_needed
 from medusa_train.plan.estimate import Device, Estimate, Times, stage_times
+from medusa_train.plan.joint import JointLoad, with_joint
 from medusa_train.plan.memory import (
     ZERO_STAGES,
     Load,
@@ -47,6 +49,7 @@ from medusa_train.recipe.schema import Recipe, TrackingSection
 from medusa_train.run_dir import RunDir
 from medusa_train.stages import Workspace
 from medusa_train.train.build import compute_dtype, training_arguments
+from medusa_train.train.build_joint import make_trainable, needs_original, trained_in_float32
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +66,7 @@ class _Inputs:
     held_out: Amount
     load: Load
     device: Device
+    joint: JointLoad | None = None
 
     @property
     def recipe(self) -> Recipe:
@@ -107,13 +111,15 @@ def plan_recipe(
     inputs = _inputs(loaded, devices=devices)
     base, heads, load = inputs.base, inputs.heads, inputs.load
     amounts = {"train": inputs.train, "held_out": inputs.held_out}
-    training = {
-        zero: training_memory(base, heads, load=load, zero=zero, devices=inputs.device.count)
-        for zero in ZERO_STAGES
-    }
-    caching = None if load.is_online else _caching(inputs)
+    training = {zero: _training(inputs, zero) for zero in ZERO_STAGES}
+    caching = _caching(inputs) if _caches(inputs) else None
     flops = work.count_flops(
-        base, heads, **amounts, is_online=load.is_online, soft_targets=load.soft_targets
+        base,
+        heads,
+        **amounts,
+        is_online=load.is_online,
+        soft_targets=load.soft_targets,
+        base_passes=1 if inputs.joint is None else inputs.joint.base_passes,
     )
     disk = _disk(inputs)
     free_disk = shutil.disk_usage(_existing(loaded.run_dir)).free
@@ -131,7 +137,17 @@ def plan_recipe(
         free_disk=free_disk,
         times=_times(inputs, flops) if with_benchmark else None,
         warnings=_warnings(inputs, training[0], caching, disk=disk, free_disk=free_disk),
+        trained_base=0 if inputs.joint is None else inputs.joint.trained,
     )
+
+
+def _training(inputs: _Inputs, zero: int) -> Memory:
+    """Memory of the stage train at a ZeRO stage."""
+    base, load, devices = inputs.base, inputs.load, inputs.device.count
+    memory = training_memory(base, inputs.heads, load=load, zero=zero, devices=devices)
+    if inputs.joint is None:
+        return memory
+    return with_joint(memory, base, load=load, joint=inputs.joint, zero=zero, devices=devices)
 
 
 def _inputs(loaded: LoadedRecipe, *, devices: int | None) -> _Inputs:
@@ -143,7 +159,8 @@ def _inputs(loaded: LoadedRecipe, *, devices: int | None) -> _Inputs:
         revision=section.revision,
         trust_remote_code=section.trust_remote_code,
     )
-    model = meta_model(config, dtype=section.dtype, trust_remote_code=section.trust_remote_code)
+    dtype = "float32" if trained_in_float32(recipe) else section.dtype
+    model = meta_model(config, dtype=dtype, trust_remote_code=section.trust_remote_code)
     base = shape_of(model)
     if section.quantization is not None:
         base = replace(base, quantised_bytes=QUANTISED_BYTES[section.quantization])
@@ -171,6 +188,32 @@ def _inputs(loaded: LoadedRecipe, *, devices: int | None) -> _Inputs:
             free_bytes=free_memory(args.device),
             process_bytes=process_bytes(),
         ),
+        joint=None if recipe.train.joint is None else _joint(recipe, model, args),
+    )
+
+
+def _joint(recipe: Recipe, model: PreTrainedModel, args: TrainingArguments) -> JointLoad:
+    """How the base is trained; the model without weights is made what it is in training."""
+    joint = recipe.train.joint
+    assert joint is not None
+    make_trainable(model, joint)
+    head = model.get_output_embeddings().weight
+    names = [name for name, _ in model.named_parameters() if ".lora_A." in name]
+    layer = sum(
+        p.shape[1]
+        for n, p in model.named_parameters()
+        if n in names and re.search(r"\.0\.", n.split(".lora_A.")[0])
+    )
+    is_adapters = joint.trained == "lora"
+    return JointLoad(
+        trained=sum(p.numel() for p in model.parameters() if p.requires_grad),
+        is_adapters=is_adapters,
+        adapted_width=layer,
+        trains_lm_head=head.requires_grad or any(n.startswith("lm_head.") for n in names),
+        has_copy=joint.teacher == "frozen_copy" and needs_original(recipe),
+        runs_original=joint.teacher != "stored" and needs_original(recipe),
+        is_checkpointed=bool(args.activation_checkpointing),
+        keeps_masters=not is_adapters and not trained_in_float32(recipe),
     )
 
 
@@ -202,7 +245,7 @@ def _load(recipe: Recipe, args: TrainingArguments, train: Amount) -> Load:
         accumulation=args.gradient_accumulation_steps,
         chunk_size=recipe.train.loss_chunk_size,
         compute_bytes=compute_dtype(recipe.train.compute_dtype, args.device).itemsize,
-        is_online=recipe.train.hidden_states == "online",
+        is_online=recipe.train.hidden_states == "online" or recipe.train.joint is not None,
         # The stage train loads the base for its lm_head and keeps it, though it does not run it.
         base_is_loaded=True,
         is_host=args.device.type == "cpu",
@@ -239,6 +282,11 @@ def _amounts(loaded: LoadedRecipe, *, batch_size: int) -> tuple[Amount, Amount]:
     )
 
 
+def _caches(inputs: _Inputs) -> bool:
+    """Whether there is a stage hidden-states; base and heads together may have it for a warm-up."""
+    return inputs.recipe.train.hidden_states == "cached"
+
+
 def _caching(inputs: _Inputs) -> Memory:
     train = inputs.train
     most = max(train.most_positions, default=0)
@@ -267,7 +315,7 @@ def _disk(inputs: _Inputs) -> Disk:
         train=inputs.train,
         held_out=inputs.held_out,
         data_bytes=(file.stat().st_size if file.exists() else None) if own else 0,
-        cached_dtype=None if inputs.load.is_online else inputs.load.cached_dtype,
+        cached_dtype=inputs.load.cached_dtype if _caches(inputs) else None,
         caches_held_out=args.eval_strategy != "no",
         # A new one is written before an old one goes.
         kept_checkpoints=saves if limit is None else min(saves, limit + 1),
@@ -305,6 +353,7 @@ def _times(inputs: _Inputs, flops: work.Flops) -> Times | None:
         accumulation=inputs.load.accumulation,
         devices=inputs.device.count,
         is_online=inputs.load.is_online,
+        base_passes=1 if inputs.joint is None else inputs.joint.base_passes,
     )
 
 

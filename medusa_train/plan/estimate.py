@@ -88,6 +88,7 @@ class Estimate:
         free_disk: room that is there.
         times: None where nothing was measured.
         warnings: what does not fit, and what to set.
+        trained_base: parameters of the base, or of adapters on it, that are trained with the heads.
     """
 
     recipe: str
@@ -104,11 +105,12 @@ class Estimate:
     free_disk: int | None
     times: Times | None
     warnings: tuple[str, ...]
+    trained_base: int = 0
 
     @property
     def trainable(self) -> int:
-        """Parameters of all heads: the base is frozen."""
-        return self.heads.num_heads * head_parameters(self.heads)
+        """Parameters of all heads, and what is trained of the base."""
+        return self.heads.num_heads * head_parameters(self.heads) + self.trained_base
 
     def as_dict(self) -> dict[str, Any]:
         """One JSON object; sizes in bytes, times in seconds."""
@@ -120,7 +122,7 @@ class Estimate:
             "parameters": {
                 "base": self.base.num_parameters,
                 "per_head": head_parameters(self.heads),
-                "heads": self.trainable,
+                "heads": self.trainable - self.trained_base,
                 "trainable": self.trainable,
             },
             "memory": {
@@ -148,6 +150,7 @@ def stage_times(
     accumulation: int,
     devices: int,
     is_online: bool,
+    base_passes: int = 1,
 ) -> Times:
     """Seconds of each stage from what one head and one layer take.
 
@@ -163,6 +166,7 @@ def stage_times(
         accumulation: micro-batches of a step.
         devices: that share the batches; caching and the report run on one.
         is_online: whether the base runs at each step.
+        base_passes: forward passes that this is worth, where it is trained.
     """
     rows = train.pairs / heads.num_heads * num_epochs / devices / num_steps
     step = speed.step(rows=rows, heads=heads.num_heads, micro_batches=accumulation)
@@ -173,7 +177,7 @@ def stage_times(
         of_token = per_flop * 2 * base.active_parameters / base.num_layers
     of_base = of_token * base.num_layers
     if is_online:
-        step += of_base * train.tokens * num_epochs / devices / num_steps
+        step += base_passes * of_base * train.tokens * num_epochs / devices / num_steps
     return Times(
         caching=0.0 if is_online or not flops.caching else of_base * train.tokens,
         step=step,

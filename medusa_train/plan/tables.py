@@ -43,7 +43,15 @@ def plan_tables(estimate: Estimate) -> Iterator[Table | str]:
         [
             ["base (frozen)", millions(estimate.base.num_parameters)],
             ["one head", millions(head_parameters(heads))],
-            [f"{heads.num_heads} heads (trained)", millions(estimate.trainable)],
+            [
+                f"{heads.num_heads} heads (trained)",
+                millions(estimate.trainable - estimate.trained_base),
+            ],
+            *(
+                [["of the base (trained)", millions(estimate.trained_base)]]
+                if estimate.trained_base
+                else []
+            ),
         ],
     )
     yield _memory_table(estimate)

@@ -62,8 +62,12 @@ def count_flops(
     held_out: Amount,
     is_online: bool,
     soft_targets: bool = False,
+    base_passes: int = 1,
 ) -> Flops:
-    """The operations of each stage that has a base or heads in it."""
+    """The operations of each stage that has a base or heads in it.
+
+    ``base_passes``: forward passes of the base that a step costs as much as, where it is trained.
+    """
     of_base = base_flops(base, tokens=train.tokens, squared_tokens=train.squared_tokens)
     training = pair_flops(heads, soft_targets=soft_targets) * train.pairs
     # A head's blocks run at the positions where it has a pair.
@@ -71,7 +75,7 @@ def count_flops(
     rank = 2 * heads.num_logits * heads.hidden_size + heads.num_layers * 2 * heads.hidden_size**2
     return Flops(
         caching=0 if is_online else of_base,
-        epoch=training + (of_base if is_online else 0),
+        epoch=training + (base_passes * of_base if is_online else 0),
         accuracy=base_flops(base, tokens=held_out.tokens, squared_tokens=held_out.squared_tokens)
         + rank * held_out.positions * heads.num_heads,
     )

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from medusa_train.base_model.features import hidden_states
 from medusa_train.errors import InputError
@@ -22,7 +22,7 @@ from medusa_train.plan import advice, work
 from medusa_train.plan.amounts import greatest_amount
 from medusa_train.plan.benchmark import Speed, measure_speed
 from medusa_train.plan.disk import disk_needed
-from medusa_train.plan.estimate import stage_times
+from medusa_train.plan.estimate import Estimate, stage_times
 from medusa_train.plan.memory import (
     Load,
     caching_memory,
@@ -385,3 +385,40 @@ def test_no_config_is_an_input_error(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "vit"}')
     with pytest.raises(InputError, match="cannot be built from its config"):
         meta_model(load_config(str(tmp_path)))
+
+
+def _joint_plan(tmp_path: Path, *overrides: str) -> Estimate:
+    base = save_base(tmp_path / "base") if not (tmp_path / "base").exists() else tmp_path / "base"
+    loaded = write_recipe(
+        tmp_path,
+        base=base,
+        rows=cyclic_rows(8),
+        overrides=["train.method=medusa2", "train.hidden_states=online", *overrides],
+    )
+    return plan_recipe(loaded, devices=8, with_benchmark=False)
+
+
+def test_a_base_that_is_trained_is_counted(tmp_path: Path) -> None:
+    frozen = _joint_plan(tmp_path, "train.method=medusa1")
+    lora = _joint_plan(tmp_path, "train.medusa2.lora.rank=4")
+    full = _joint_plan(tmp_path, "train.medusa2={trained: full, teacher: frozen_copy}")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    linear = [m for m in model.modules() if isinstance(m, torch.nn.Linear)]
+    assert lora.trained_base == 4 * sum(m.in_features + m.out_features for m in linear)
+    assert full.trained_base == sum(p.numel() for p in model.parameters())
+    assert full.as_dict()["parameters"]["trainable"] == full.trained_base + frozen.trainable
+    for plan in (lora, full):
+        for zero in range(4):
+            before, after = frozen.training[zero], plan.training[zero]
+            parts = 8 if zero else 1
+            trained = -(-plan.trained_base * 8 // parts)
+            assert after.optimizer - before.optimizer >= trained - 1
+            assert after.activations > before.activations
+            assert after.total > before.total
+        assert plan.training[3].total < plan.training[0].total
+        assert plan.flops.epoch > frozen.flops.epoch
+    # The copy, and the trained base: whole at ZeRO-0.
+    assert full.training[0].base_weights == 2 * frozen.training[0].base_weights
+    checkpointed = _joint_plan(tmp_path, "train.trainer.activation_checkpointing=true")
+    plain = _joint_plan(tmp_path)
+    assert checkpointed.training[0].activations < plain.training[0].activations
