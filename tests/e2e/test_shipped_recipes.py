@@ -9,6 +9,9 @@ from typing import Any
 import pytest
 
 from medusa_train.cli.train import app
+from medusa_train.medusa_model import MedusaModel
+from medusa_train.recipe.load import load_recipe
+from tests.e2e.processes import finish
 from tests.models_for_tests import save_base
 from tests.tokenizers_for_tests import CHATML, EOS, MISTRAL
 
@@ -26,6 +29,20 @@ BASES: dict[str, dict[str, Any]] = {
     "mistral7b": {"architecture": "mistral", "template": MISTRAL, **SENTENCEPIECE},
     "llama3.1-8b": {"architecture": "llama"},
     "qwen3-8b": {"architecture": "qwen3", "adds_bos": False},
+}
+
+# The same bases for base and heads together.
+BASES |= {
+    f"{name}-medusa2": BASES[name]
+    for name in (
+        "smollm2-135m",
+        "vicuna7b",
+        "vicuna13b",
+        "vicuna33b",
+        "zephyr7b",
+        "llama3.1-8b",
+        "qwen3-8b",
+    )
 }
 
 
@@ -57,17 +74,35 @@ def test_recipe_runs_all_its_stages(
         "data.eval_fraction": 0.3,
         "evaluate.num_bootstrap": 20,
     }
+    recipe = load_recipe(Path(f"recipes/{name}.yaml")).recipe
+    joint = recipe.train.joint
+    if joint is not None and joint.warm_up is not None:
+        settings["train.medusa2.warm_up.trainer.max_steps"] = 3
+    if recipe.deepspeed is not None:
+        # On two processes; DeepSpeed has no option for the CPU.
+        del settings["train.trainer.use_cpu"]
     sets = [part for key, value in settings.items() for part in ("--set", f"{key}={value}")]
-    with pytest.raises(SystemExit) as ended:
-        app(["run", f"recipes/{name}.yaml", *sets])
-    assert ended.value.code == 0
+    if recipe.deepspeed is not None:
+        arguments = ["run", f"recipes/{name}.yaml", "--devices", "2", *sets]
+        finish("train", arguments, log=tmp_path / "log")
+    else:
+        _ends_well("run", f"recipes/{name}.yaml", *sets)
+        assert "Acceptance length of the top-1 chain" in capsys.readouterr().out
+    if joint is not None:
+        _ends_well("merge", str(tmp_path / "run"), str(tmp_path / "merged"))
+        MedusaModel.from_pretrained(tmp_path / "run" / "heads", str(tmp_path / "merged"))
     report = json.loads((tmp_path / "run" / "report" / "heads_accuracy.json").read_text())
     assert len(report["heads"]) == (4 if name.startswith("smollm2") else 5)
     assert report["num_conversations"] > 0
-    assert "Acceptance length of the top-1 chain" in capsys.readouterr().out
     manifest = json.loads((tmp_path / "run" / "manifest.json").read_text())
     assert all(record["finished"] for record in manifest["stages"].values())
     assert {"distill", "train", "accuracy"} <= set(manifest["stages"])
+
+
+def _ends_well(*arguments: str) -> None:
+    with pytest.raises(SystemExit) as ended:
+        app(list(arguments))
+    assert ended.value.code == 0
 
 
 def test_prompts_from_nothing_through_a_whole_run(

@@ -11,14 +11,21 @@ from medusa_train.recipe.load import load_recipe
 ROOT = Path(__file__).parents[2]
 RECIPES = sorted((ROOT / "recipes").rglob("*.yaml"))
 NAMES = [
+    "llama3.1-8b-medusa2",
     "llama3.1-8b",
     "mistral7b",
+    "qwen3-8b-medusa2",
     "qwen3-8b",
     "smollm2-135m-hour",
+    "smollm2-135m-medusa2",
     "smollm2-135m",
+    "vicuna13b-medusa2",
     "vicuna13b",
+    "vicuna33b-medusa2",
     "vicuna33b",
+    "vicuna7b-medusa2",
     "vicuna7b",
+    "zephyr7b-medusa2",
     "zephyr7b",
 ]
 
@@ -42,6 +49,8 @@ def test_the_values_are_the_published_ones(path):
     recipe = load_recipe(path).recipe
     assert recipe.train.head_loss_decay == 0.8
     assert recipe.train.trainer["lr_scheduler_type"] == "cosine"
+    if path.stem.endswith("-medusa2"):
+        return
     if path.stem.startswith("smollm2"):
         assert recipe.heads.num_heads == 4
         return
@@ -52,3 +61,23 @@ def test_the_values_are_the_published_ones(path):
     else:
         assert recipe.train.trainer["learning_rate"] == 2e-3
         assert recipe.train.trainer["warmup_steps"] == 40
+
+
+@pytest.mark.parametrize("path", [p for p in RECIPES if "medusa2" in p.stem], ids=lambda p: p.stem)
+def test_the_values_of_joint_training_are_the_published_ones(path):
+    recipe = load_recipe(path).recipe
+    joint = recipe.train.joint
+    assert joint is not None
+    assert joint.lora is not None
+    assert (joint.lora.rank, joint.lora.alpha, joint.lora.dropout) == (32, 16.0, 0.05)
+    assert (joint.base_loss, joint.head_loss_schedule) == ("kl", "sine")
+    assert joint.head_lr_multiplier == 4.0
+    assert joint.guard is not None
+    assert f"medusa-train merge runs/{path.stem} " in path.read_text(encoding="utf-8")
+    if path.stem.startswith(("vicuna", "smollm2")):
+        assert joint.warm_up is not None
+        assert joint.head_loss_weight == 0.2
+    else:
+        assert joint.warm_up is None
+        assert joint.head_loss_weight == 0.01
+        assert recipe.train.trainer["learning_rate"] == 1e-4
