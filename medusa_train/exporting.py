@@ -27,13 +27,15 @@ from medusa_train.export.source import (
 )
 from medusa_train.export.transformers import export_transformers
 from medusa_train.export.verify import Target, Verification, verify
-from medusa_train.heads.config import BaseIdentity, Layout
-from medusa_train.medusa_model import CHOICES_FILE, read_tree
+from medusa_train.export_options import (
+    ExportChoices,
+    check_choices,
+    serve_options,
+    verified_tokens,
+)
+from medusa_train.heads.config import BaseIdentity
 from medusa_train.run_dir import atomic_directory, check_writable, write_text
-from medusa_train.tree.topology import Tree, TreeError
 
-TREE_TARGETS = frozenset({"fasterdecoding", "tensorrt-llm", "nxd", "combined", "transformers"})
-"""Engines that take a candidate tree; the others run a chain."""
 _BESIDE_BASE = frozenset({"nxd", "transformers"})
 
 
@@ -56,29 +58,6 @@ class Exported:
     verification: Verification
 
 
-@dataclass(frozen=True)
-class ExportChoices:
-    """What a user may choose; None and ``auto`` leave it to the heads.
-
-    Attributes:
-        base_model: hub id or directory of the base.
-        tree_file: JSON list of paths.
-        dtype: ``auto`` (as stored), ``float32``, ``bfloat16`` or ``float16``.
-        num_heads: keep the first so many.
-        layout: ``full`` or ``shared``, where nothing is lost.
-        num_speculative_tokens: length of the chain.
-        min_version: oldest version of vLLM that has to load the export, such as ``0.25``.
-    """
-
-    base_model: str | None = None
-    tree_file: Path | None = None
-    dtype: str = "auto"
-    num_heads: int | None = None
-    layout: Layout | None = None
-    num_speculative_tokens: int | None = None
-    min_version: str | None = None
-
-
 def export_heads(
     target: Target, heads: Path, output: Path, *, choices: ExportChoices | None = None
 ) -> Exported:
@@ -99,21 +78,9 @@ def export_heads(
         MedusaTrainError: read back, the export is not what was exported; it is removed.
     """
     chosen = choices or ExportChoices()
-    _check_choices(target, chosen)
+    check_choices(target, chosen)
     _check_output(target, output)
-    source = read_heads(heads, num_heads=chosen.num_heads)
-    facts = _facts(heads, source, output, chosen)
-    options = _serve_options(target, heads, output, source, chosen)
-    source = replace(source, model_type=str(facts.config["model_type"]))
-    if chosen.layout not in {None, source.config.layout}:
-        source = as_layout(source, chosen.layout, lm_head=_lm_head(heads, source.base, facts))
-    _check(target, source, options)
-    if target == "vllm" and source.config.layout == "shared":
-        source = replace(source, lm_head=_lm_head(heads, source.base, facts))
-    rule = facts.logit_rule
-    if target != "transformers":  # its decoder looks at the order of the logits alone
-        source = folded(source, scale=rule.scale, soft_cap=rule.soft_cap)
-    source = cast(source, chosen.dtype)
+    source, options, facts = _prepare(target, heads, output, chosen)
     with _output_directory(target, output) as directory:
         before = _files(directory)
         written = _write(target, source, directory, options, facts)
@@ -122,7 +89,7 @@ def export_heads(
         request = Request(
             directory,
             output.resolve().name,
-            num_speculative_tokens=_verified_tokens(target, options),
+            num_speculative_tokens=verified_tokens(target, options),
             version=options.min_version,
             base_config=facts.config,
         )
@@ -134,6 +101,25 @@ def export_heads(
             )
         files = tuple(sorted(_files(directory) - before))
     return Exported(output, files, written.start, warnings, verification)
+
+
+def _prepare(
+    target: Target, heads: Path, output: Path, chosen: ExportChoices
+) -> tuple[HeadTensors, ServeOptions, BaseFacts]:
+    """The heads as they will be written, or the engine's reason why they cannot be."""
+    source = read_heads(heads, num_heads=chosen.num_heads)
+    facts = _facts(heads, source, output, chosen)
+    options = serve_options(target, source, heads=heads, output=output, chosen=chosen)
+    source = replace(source, model_type=str(facts.config["model_type"]))
+    if chosen.layout not in {None, source.config.layout}:
+        source = as_layout(source, chosen.layout, lm_head=_lm_head(heads, source.base, facts))
+    _check(target, source, options)
+    if target == "vllm" and source.config.layout == "shared":
+        source = replace(source, lm_head=_lm_head(heads, source.base, facts))
+    rule = facts.logit_rule
+    if target != "transformers":  # its decoder looks at the order of the logits alone
+        source = folded(source, scale=rule.scale, soft_cap=rule.soft_cap)
+    return cast(source, chosen.dtype), options, facts
 
 
 def write_readme(directory: Path, target: str, *, start: str, warnings: tuple[str, ...]) -> None:
@@ -217,17 +203,6 @@ def _check(target: Target, source: HeadTensors, options: ServeOptions) -> None:
             pass  # our own decoder loads all heads
 
 
-def _check_choices(target: Target, chosen: ExportChoices) -> None:
-    if chosen.min_version is not None and target != "vllm":
-        raise InputError("--min-version: is for vllm alone; leave it out")
-    if chosen.tree_file is not None and target not in TREE_TARGETS:
-        raise InputError(
-            f"--tree: {target} runs only a chain; give --num-speculative-tokens instead"
-        )
-    if chosen.num_speculative_tokens is not None and target in TREE_TARGETS:
-        raise InputError(f"--num-speculative-tokens: {target} takes a tree; give --tree instead")
-
-
 def _check_output(target: Target, output: Path) -> None:
     there = output.is_dir() and any(output.iterdir())
     is_base = there and target in _BESIDE_BASE and (output / "config.json").exists()
@@ -267,58 +242,6 @@ def _check_base(heads: Path, identity: BaseIdentity, model: str, found: str) -> 
 def _lm_head(heads: Path, identity: BaseIdentity, facts: BaseFacts) -> Tensor:
     _check_base(heads, identity, facts.name_or_path, facts.fingerprint())
     return read_lm_head(facts)
-
-
-def _serve_options(
-    target: Target, heads: Path, output: Path, source: HeadTensors, chosen: ExportChoices
-) -> ServeOptions:
-    num_heads = source.config.num_heads
-    wanted = chosen.num_speculative_tokens
-    if wanted is not None and not 1 <= wanted <= num_heads:
-        raise InputError(
-            f"--num-speculative-tokens: must be from 1 to {num_heads}, the number of heads; got "
-            f"{wanted}"
-        )
-    length = wanted or num_heads
-    tree = Tree.chain(length)
-    if target in TREE_TARGETS:
-        tree = _tree(heads, source, chosen)
-    version = None if chosen.min_version is None else parse_version(chosen.min_version)
-    return ServeOptions(output, tree, length, version)
-
-
-def _tree(heads: Path, source: HeadTensors, chosen: ExportChoices) -> Tree:
-    num_heads, own = source.config.num_heads, heads / CHOICES_FILE
-    path = chosen.tree_file or own
-    if chosen.tree_file is not None:
-        tree = read_tree(path)
-    elif own.exists():
-        found = read_tree(own)
-        depth = num_heads if chosen.num_heads is not None else found.depth
-        tree = Tree(tuple(path for path in found.paths if len(path) <= depth))
-    else:
-        tree = Tree.chain(num_heads)
-    try:
-        tree.check_fits(num_heads=num_heads, top_k=source.config.num_logits)
-    except TreeError as error:
-        raise InputError(f"{path}: {error}; give a tree that the heads can fill") from error
-    return tree
-
-
-def parse_version(text: str) -> tuple[int, int]:
-    """``0.25`` or ``v0.25.1`` as numbers.
-
-    Raises:
-        InputError: it is no version.
-    """
-    parts = text.removeprefix("v").split(".")
-    if len(parts) < 2 or not all(part.isdigit() for part in parts[:2]):
-        raise InputError(f"--min-version: must be a version such as 0.25, got {text!r}")
-    return int(parts[0]), int(parts[1])
-
-
-def _verified_tokens(target: Target, options: ServeOptions) -> int | None:
-    return None if target in TREE_TARGETS else options.num_speculative_tokens
 
 
 def _logit_warnings(source: HeadTensors) -> Iterator[str]:

@@ -26,7 +26,8 @@ from medusa_train.evaluate.quality_words import verdict_line
 from medusa_train.evaluate.ranks import RANKS_FILE, read_ranks
 from medusa_train.evaluate.tree import search_tree
 from medusa_train.evaluate.tree_report import remove_tree
-from medusa_train.exporting import TREE_TARGETS, ExportChoices, export_heads
+from medusa_train.export_options import TREE_TARGETS, ExportChoices
+from medusa_train.exporting import export_heads
 from medusa_train.generation import generate
 from medusa_train.heads.checkpoint import SPEC_FILE, load_heads, read_spec
 from medusa_train.hidden_states.cache import build_cache

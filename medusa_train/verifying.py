@@ -11,7 +11,7 @@ from medusa_train.export.files import read_config, require_directory
 from medusa_train.export.loaders.view import Request
 from medusa_train.export.source import HeadTensors, folded, read_heads
 from medusa_train.export.verify import Target, Verification, verify
-from medusa_train.exporting import parse_version
+from medusa_train.export_options import parse_version
 from medusa_train.heads.config import BaseIdentity
 
 

@@ -11,7 +11,8 @@ from tempfile import mkdtemp
 import torch
 from transformers import AutoModelForCausalLM
 
-from medusa_train.exporting import ExportChoices, Exported, export_heads
+from medusa_train.export_options import ExportChoices
+from medusa_train.exporting import Exported, export_heads
 from tests.decoding_for_tests import save_heads_directory
 from tests.models_for_tests import save_base
 
@@ -67,4 +68,5 @@ def export(target: str, heads: Path, output: Path, **choices: object) -> Exporte
 def base_lm_head(base: Path) -> torch.Tensor:
     """The base's own output matrix, as transformers loads it."""
     model = AutoModelForCausalLM.from_pretrained(base)
-    return model.get_output_embeddings().weight.detach()
+    weight: torch.Tensor = model.get_output_embeddings().weight.detach()
+    return weight

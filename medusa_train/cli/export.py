@@ -87,7 +87,8 @@ def export(
     from medusa_train.console import warn
 
     with exported(output, repo=push_to_hub, public=public, dry_run=dry_run) as export:
-        from medusa_train.exporting import ExportChoices, export_heads
+        from medusa_train.export_options import ExportChoices
+        from medusa_train.exporting import export_heads
 
         result = export_heads(
             target.value,

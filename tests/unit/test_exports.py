@@ -217,7 +217,7 @@ def test_dtype_of_an_export(tmp_path: Path, dtype: str) -> None:
 def test_values_beyond_a_dtype_are_refused(tmp_path: Path) -> None:
     heads, identity = load_heads(heads_directory())
     with torch.no_grad():
-        heads[0][0].linear.bias[0] = 1e6
+        heads.block(0, layer=0).linear.bias[0] = 1e6
     save_heads(heads, tmp_path / "heads", base=identity)
     message = r"--dtype: 0\.0\.linear\.bias has values that float16 cannot hold"
     with pytest.raises(InputError, match=message):
@@ -238,7 +238,8 @@ def test_a_logit_scale_is_folded_in(
     base = base_directory(architecture)
     if layout == "full":
         own, _ = load_heads(heads)
-        pairs = [(tensors[f"lm_heads.{h}.weight"], own[h][1].weight) for h in range(3)]
+        weights = [own.output_weight(head, lm_head_weight=None)[0] for head in range(3)]
+        pairs = [(tensors[f"lm_heads.{h}.weight"], weights[h]) for h in range(3)]
     else:
         pairs = [(tensors["lm_head.weight"], base_lm_head(base))]
     for got, weight in pairs:

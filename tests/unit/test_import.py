@@ -262,7 +262,9 @@ def test_layouts_change_where_nothing_is_lost(tmp_path: Path) -> None:
     import_heads(tmp_path / "out", tmp_path / "full", layout="full")
     heads, _ = load_heads(tmp_path / "full")
     for head in range(3):
-        assert torch.equal(heads[head][1].weight, base_lm_head(base_directory()))
+        assert torch.equal(
+            heads.output_weight(head, lm_head_weight=None)[0], base_lm_head(base_directory())
+        )
     export("tgi", tmp_path / "full", tmp_path / "full-out")
     import_heads(tmp_path / "full-out", tmp_path / "shared", layout="shared")
     _same(heads_directory(layout="shared"), tmp_path / "shared")
@@ -282,7 +284,7 @@ def test_an_lm_head_that_is_not_the_bases(tmp_path: Path) -> None:
         import_heads(tmp_path / "out", tmp_path / "back")
     import_heads(tmp_path / "out", tmp_path / "back", layout="full")
     heads, _ = load_heads(tmp_path / "back")
-    assert torch.equal(heads[2][1].weight, tensors["lm_head.weight"])
+    assert torch.equal(heads.output_weight(2, lm_head_weight=None)[0], tensors["lm_head.weight"])
 
 
 def test_bases_that_do_not_fit(tmp_path: Path) -> None:

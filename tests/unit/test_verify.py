@@ -395,7 +395,7 @@ def test_heads_of_another_shape_are_named(tmp_path: Path) -> None:
 def test_heads_that_are_not_the_exported_ones(tmp_path: Path) -> None:
     heads, identity = load_heads(heads_directory())
     with torch.no_grad():
-        heads[1][0].linear.bias[0] += 0.01
+        heads.block(1, layer=0).linear.bias[0] += 0.01
     save_heads(heads, tmp_path / "other", base=identity)
     export("tgi", heads_directory(), tmp_path / "out")
     result = verify_directory("tgi", tmp_path / "out", heads=tmp_path / "other")
