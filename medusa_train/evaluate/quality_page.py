@@ -182,6 +182,9 @@ def _shared(first: str, second: str) -> int:
         if a != b:
             break
         count += 1
-    while count and not first[count - 1].isspace():
-        count -= 1
+    after = first[count : count + 1] or second[count : count + 1]
+    if len(first) != count != len(second) or not (after.isspace() or not after):
+        # They part within a word, which is then not the same.
+        while count and not first[count - 1].isspace():
+            count -= 1
     return count

@@ -23,6 +23,7 @@ from medusa_train.errors import InputError
 
 DTYPE = "float32"
 _HARMLESS_STARTS = (True, False, "gaussian")
+_LORA = ".lora_"
 
 Side = Literal["original", "changed"]
 SIDES: tuple[Side, ...] = ("original", "changed")
@@ -79,7 +80,8 @@ def load_pair(options: Mapping[str, Any], *, changed: Path) -> Pair:
 
 
 def _with_adapters(original: BaseModel, options: Mapping[str, Any], directory: Path) -> Pair:
-    from peft import PeftModel
+    from peft import PeftModel, get_peft_model_state_dict
+    from peft.utils import load_peft_weights
 
     log(f"loading the adapters in {directory}")
     can_switch = _can_be_switched_off(adapter_config(directory))
@@ -90,7 +92,13 @@ def _with_adapters(original: BaseModel, options: Mapping[str, Any], directory: P
             warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated")
             # Nothing is merged here, so a tied lm_head with an adapter is no trouble.
             warnings.filterwarnings("ignore", message="Model has `tie_word_embeddings=True`")
+            # Names are compared below, for peft keeps silent about some of them.
+            warnings.filterwarnings("ignore", message="Found missing adapter keys")
             adapted = PeftModel.from_pretrained(under.model, str(directory))
+        names = {name for name in load_peft_weights(str(directory), device="cpu") if _LORA in name}
+        known = {name for name in get_peft_model_state_dict(adapted) if _LORA in name}
+        if odd := sorted(names ^ known):
+            raise ValueError(f"{odd[0]} is {'missing' if odd[0] in known else 'not in it'}")
     except (OSError, ValueError, RuntimeError, KeyError) as error:
         reason = " ".join(str(error).split())[:200]
         raise InputError(

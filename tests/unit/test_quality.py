@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -252,6 +253,21 @@ def test_adapters_of_another_base_are_refused(tmp_path: Path, base: Path) -> Non
     wide = save_base(tmp_path / "wide", hidden_size=48)
     adapters = save_adapters(tmp_path / "adapters", base=wide)
     with pytest.raises(InputError, match=r"the adapters do not fit .*; give the base that they"):
+        _load(base, adapters)
+
+
+@pytest.mark.parametrize("layers", [("q_proj",), ("q_proj", "v_proj", "up_proj")])
+def test_adapters_that_are_not_those_of_their_config_are_refused(
+    tmp_path: Path, base: Path, layers: tuple[str, ...]
+) -> None:
+    """peft would leave a layer without its adapter, or an adapter without its layer."""
+    adapters = save_adapters(tmp_path / "adapters", base=base, layers=layers)
+    config = json.loads((adapters / "adapter_config.json").read_text())
+    config["target_modules"] = ["q_proj", "v_proj"]
+    (adapters / "adapter_config.json").write_text(json.dumps(config))
+    with pytest.raises(
+        InputError, match=r"the adapters do not fit .*lora_A.weight is (missing|not)"
+    ):
         _load(base, adapters)
 
 
