@@ -103,6 +103,21 @@ def export_heads(
     return Exported(output, files, written.start, warnings, verification)
 
 
+def check_export(target: Target, heads: Path, output: Path, chosen: ExportChoices) -> None:
+    """Say what an engine cannot load before the base that the heads name is made.
+
+    Raises:
+        InputError: the engine's reason.
+    """
+    check_choices(target, chosen)
+    source = read_heads(heads, num_heads=chosen.num_heads)
+    facts = read_facts(source.base)
+    options = serve_options(target, source, heads=heads, output=output, chosen=chosen)
+    config = replace(source.config, layout=chosen.layout or source.config.layout)
+    kind = str(facts.config["model_type"])
+    _check(target, replace(source, config=config, model_type=kind), options)
+
+
 def _prepare(
     target: Target, heads: Path, output: Path, chosen: ExportChoices
 ) -> tuple[HeadTensors, ServeOptions, BaseFacts]:
@@ -111,6 +126,10 @@ def _prepare(
     facts = _facts(heads, source, output, chosen)
     options = serve_options(target, source, heads=heads, output=output, chosen=chosen)
     source = replace(source, model_type=str(facts.config["model_type"]))
+    if source.base.trained is not None:
+        name = str(output) if target == "combined" else facts.name_or_path
+        base = replace(source.base, name_or_path=name, revision=None, trained=None)
+        source = replace(source, base=base)
     if chosen.layout not in {None, source.config.layout}:
         source = as_layout(source, chosen.layout, lm_head=_lm_head(heads, source.base, facts))
     _check(target, source, options)
@@ -218,6 +237,11 @@ def _check_output(target: Target, output: Path) -> None:
 
 
 def _facts(heads: Path, source: HeadTensors, output: Path, chosen: ExportChoices) -> BaseFacts:
+    if source.base.trained is not None and chosen.base_model is None:
+        raise InputError(
+            f"{heads}: heads of a base model that was trained with them; give the trained base "
+            "that medusa-train merge wrote (--base-model)"
+        )
     facts = read_facts(source.base, base_model=chosen.base_model)
     check_shape(facts, source.config, where=heads)
     # The base that the heads name may be there without weights; others have to be its copies.

@@ -33,6 +33,7 @@ from medusa_train.heads.checkpoint import SPEC_FILE, load_heads, read_spec
 from medusa_train.hidden_states.cache import build_cache
 from medusa_train.json_values import read_json
 from medusa_train.medusa_model import MedusaModel
+from medusa_train.merging import merge_run
 from medusa_train.quality.measure import compare_models
 from medusa_train.quality.options import QualityOptions
 from medusa_train.quality.subject import subject_of_run
@@ -324,6 +325,11 @@ def _export(workspace: Workspace) -> Mapping[str, Any]:
     section, run = workspace.recipe.export, workspace.run
     shutil.rmtree(run.exports, ignore_errors=True)
     written: dict[str, list[str]] = {}
+    _, identity = read_spec(run.heads)
+    base = None
+    if identity.trained is not None:
+        base = run.exports / "base"
+        merge_run(run.heads, base)
     for target in section.targets:
         runs_chain = target not in TREE_TARGETS
         result = export_heads(
@@ -331,6 +337,7 @@ def _export(workspace: Workspace) -> Mapping[str, Any]:
             run.heads,
             run.exports / target,
             choices=ExportChoices(
+                base_model=None if base is None else str(base),
                 dtype=section.dtype,
                 num_heads=section.num_heads,
                 layout=section.layout,

@@ -61,9 +61,14 @@ def _facts(source: HeadTensors | None, base_model: str | None) -> BaseFacts | No
     """The base, where it is named and at hand; nothing is fetched that was not asked for."""
     if base_model is not None:
         return read_facts(BaseIdentity(base_model, ""), base_model=base_model)
-    if source is not None and Path(source.base.name_or_path).is_dir():
+    # A base that was trained with its heads is another than the one by that name.
+    if source is not None and source.base.trained is None and _is_here(source):
         return read_facts(source.base)
     return None
+
+
+def _is_here(source: HeadTensors) -> bool:
+    return Path(source.base.name_or_path).is_dir()
 
 
 def _as_exported(

@@ -82,15 +82,16 @@ def export(
 
     The directory is read back by the engine's own rules, and removed if it would not give the same
     heads. README.md in it has the command that starts the engine. Heads that an engine cannot load
-    are refused with its reason.
+    are refused with its reason. Where the base was trained with the heads, OUTPUT gets two
+    directories, base and heads, unless --base-model says where the trained base is.
     """
     from medusa_train.console import warn
 
     with exported(output, repo=push_to_hub, public=public, dry_run=dry_run) as export:
         from medusa_train.export_options import ExportChoices
-        from medusa_train.exporting import export_heads
+        from medusa_train.export_with_base import export_with_base
 
-        result = export_heads(
+        result = export_with_base(
             target.value,
             heads,
             export.directory,
