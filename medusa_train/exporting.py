@@ -88,7 +88,7 @@ def export_heads(
         write_readme(directory, target, start=written.start, warnings=warnings)
         request = Request(
             directory,
-            output.resolve().name,
+            str(output),
             num_speculative_tokens=verified_tokens(target, options),
             version=options.min_version,
             base_config=facts.config,

@@ -49,7 +49,7 @@ def verify_directory(
         source = _as_exported(source, directory, target, facts, where=heads)
     request = Request(
         directory,
-        directory.resolve().name,
+        str(directory),
         num_speculative_tokens=num_speculative_tokens,
         version=None if min_version is None else parse_version(min_version),
         base_config=None if facts is None else facts.config,

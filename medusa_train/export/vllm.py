@@ -21,7 +21,7 @@ WEIGHTS_FILE = "model.safetensors"
 FORMAT_A_FROM = (0, 25)
 REMOVED_IN = (0, 33)
 OTHER_METHODS = ("eagle-", "eagle3", "dflash", "dspark")
-"""What a directory's name must not contain: the engine would take it for another kind of draft."""
+"""What a directory's path must not contain: the engine would take it for another kind of draft."""
 
 
 def check(heads: HeadTensors, options: ServeOptions) -> None:
@@ -40,12 +40,11 @@ def check(heads: HeadTensors, options: ServeOptions) -> None:
             "the shared lm_head alone",
             "train with heads.layout: shared, or with heads.vocab_size: null",
         )
-    name = options.directory.resolve().name
     for part in OTHER_METHODS:
-        if part in name:
+        if part in str(options.directory).lower():
             raise InputError(
-                f"{options.directory}: vLLM takes a directory with {part!r} in its name for "
-                "another kind of draft; choose another name"
+                f"{options.directory}: vLLM takes a directory with {part!r} in its path for "
+                "another kind of draft; choose another one"
             )
 
 

@@ -175,7 +175,7 @@ def test_versions_and_names_that_vllm_does_not_take(tmp_path: Path) -> None:
         export("vllm", heads, tmp_path / "out", min_version="new")
     with pytest.raises(InputError, match="--min-version: is for vllm alone"):
         export("tgi", heads, tmp_path / "out", min_version="0.25")
-    with pytest.raises(InputError, match="'eagle-' in its name"):
+    with pytest.raises(InputError, match="'eagle-' in its path"):
         export("vllm", heads, tmp_path / "eagle-heads")
 
 

@@ -77,7 +77,7 @@ def view_combined(request: Request) -> View:
     _read(result, shelf, num_heads, num_layers, request, prefix=_PREFIX)
     check_rows(result, request)
     if config.get("vocab_size") is not None and request.base_config is None:
-        rows = Request(request.directory, request.name, base_config=config)
+        rows = Request(request.directory, request.path, base_config=config)
         check_rows(result, rows)
     check_choices(request.directory, result, depth=num_heads, max_rank=10)
     result.note("TGI, vLLM and TensorRT-LLM fail on base and heads in one directory")

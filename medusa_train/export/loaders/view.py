@@ -43,14 +43,14 @@ class Request:
 
     Attributes:
         directory: what it reads.
-        name: of the directory where it will be; that of a directory made for a moment is another.
+        path: of the directory as the engine will be given it; one made for a moment is elsewhere.
         num_speculative_tokens: candidates a step; None for all heads'.
         version: (major, minor) of the engine, or None for any that loads the directory.
         base_config: of the model that it will be used with, or None where that is not known.
     """
 
     directory: Path
-    name: str
+    path: str
     num_speculative_tokens: int | None = None
     version: tuple[int, int] | None = None
     base_config: Mapping[str, Any] | None = None

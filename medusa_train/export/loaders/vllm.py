@@ -14,7 +14,7 @@ from medusa_train.export.files import MAX_COUNT, check_count, indexed_files, wei
 from medusa_train.export.loaders.view import EngineHead, Request, Shelf, View, config_of, load
 
 _INDEX = "model.safetensors.index.json"
-_NOT_IN_NAME = ("eagle-", "eagle3", "dflash", "dspark")
+_NOT_IN_PATH = ("eagle-", "eagle3", "dflash", "dspark")
 _BLOCK = re.compile(r"^(\d+)\.(\d+)\.linear\.(weight|bias)$")
 _PROJECTION = re.compile(r"^(\d+)\.(\d+)\.weight$")
 _DEFAULTS: dict[str, Any] = {
@@ -50,10 +50,10 @@ def view(request: Request) -> View:
 def _check_version_and_name(request: Request, result: View) -> None:
     if request.version is not None and request.version >= (0, 33):
         result.error("vLLM 0.33 removed Medusa: it loads no heads; use 0.32 or an earlier one")
-    for part in _NOT_IN_NAME:
-        if part in request.name:
+    for part in _NOT_IN_PATH:
+        if part in request.path.lower():
             result.error(
-                f"the directory's name {request.name!r} contains {part!r}: vLLM takes it for "
+                f"the path {request.path!r} contains {part!r}: vLLM takes the directory for "
                 "another kind of draft"
             )
 
