@@ -369,7 +369,13 @@ def _warnings(
         stages = {"train": training, **({} if caching is None else {"hidden-states": caching})}
         found += [
             memory_warning(
-                memory, free=free, base=inputs.base, heads=inputs.heads, load=load, stage=stage
+                memory,
+                free=free,
+                base=inputs.base,
+                heads=inputs.heads,
+                load=load,
+                stage=stage,
+                joint=inputs.joint,
             )
             for stage, memory in stages.items()
         ]

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from medusa_train.heads.config import HeadsConfig
 from medusa_train.plan.disk import Disk
+from medusa_train.plan.joint import JointLoad, activation_bytes
 from medusa_train.plan.memory import BF16, Load, Memory, output_parameters
 from medusa_train.plan.model_shape import ModelShape
 
@@ -13,7 +14,14 @@ GIB = 1 << 30
 
 
 def memory_warning(
-    memory: Memory, *, free: int, base: ModelShape, heads: HeadsConfig, load: Load, stage: str
+    memory: Memory,
+    *,
+    free: int,
+    base: ModelShape,
+    heads: HeadsConfig,
+    load: Load,
+    stage: str,
+    joint: JointLoad | None = None,
 ) -> str | None:
     """One line when a stage needs more than the device has free, with what to set.
 
@@ -24,6 +32,7 @@ def memory_warning(
         heads: the heads.
         load: what the device works on.
         stage: ``train`` or ``hidden-states``.
+        joint: how the base is trained, or None.
     """
     if memory.total <= free:
         return None
@@ -31,11 +40,18 @@ def memory_warning(
     if stage == "hidden-states":
         halve = "" if base.dtype_bytes <= BF16 else "set base_model.dtype to bfloat16, or "
         return f"{needs}; {halve}use a device with more memory"
-    hints = training_hints(memory, heads=heads, load=load)
+    hints = training_hints(memory, base=base, heads=heads, load=load, joint=joint)
     return f"{needs}; {', or '.join(hints)}" if hints else f"{needs}; use more devices"
 
 
-def training_hints(memory: Memory, *, heads: HeadsConfig, load: Load) -> list[str]:
+def training_hints(
+    memory: Memory,
+    *,
+    base: ModelShape,
+    heads: HeadsConfig,
+    load: Load,
+    joint: JointLoad | None = None,
+) -> list[str]:
     """Keys that make training smaller, those that save most first."""
     saved: list[tuple[int, str]] = []
     of_heads = memory.heads + memory.gradients + memory.optimizer + memory.loss_chunk
@@ -54,7 +70,13 @@ def training_hints(memory: Memory, *, heads: HeadsConfig, load: Load) -> list[st
                 "gradient_accumulation_steps",
             )
         )
-    if load.is_online:
+    if joint is not None:
+        if not joint.is_checkpointed:
+            again = replace(joint, is_checkpointed=True)
+            of_both = [activation_bytes(base, load=load, joint=j) for j in (joint, again)]
+            hint = "set train.trainer.activation_checkpointing to true"
+            saved.append((of_both[0] - of_both[1], hint))
+    elif load.is_online:
         without = replace(memory, base_forward=0).total
         saved.append((memory.total - without, "set train.hidden_states to cached"))
     saved.sort(key=lambda item: -item[0])

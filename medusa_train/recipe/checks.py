@@ -86,7 +86,9 @@ def combined_mistakes(schema: type[BaseModel], value: Mapping[str, Any]) -> Iter
 def _hidden_state_mistakes(train: Mapping[str, Any], data: Mapping[str, Any]) -> Iterator[Wrong]:
     if train.get("hidden_states") == "online" and train.get("hidden_states_dtype") == "int8":
         yield ("train", "hidden_states_dtype"), "is for hidden_states: cached; remove it"
-    if train.get("hidden_states", "cached") == "cached" and data.get("packing") is True:
+    is_frozen = train.get("method", "medusa1") == "medusa1"
+    is_cached = train.get("hidden_states", "cached") == "cached"
+    if is_frozen and is_cached and data.get("packing") is True:
         yield ("data", "packing"), "is for train.hidden_states: online; remove it"
 
 

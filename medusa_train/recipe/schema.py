@@ -180,8 +180,9 @@ class DataSection(ChatSection):
     max_length: Annotated[int, Field(ge=2)] = 2048
     """Longest conversation in tokens; the rest is cut off, without an invented end of turn."""
     packing: bool = False
-    """With `train.hidden_states: online`, put the conversations of a batch side by side into rows
-    of `max_length` instead of padding each. Not for models with a state from token to token."""
+    """With `train.hidden_states: online` or `method: medusa2`, put the conversations of a batch
+    side by side into rows of `max_length` instead of padding each. Not for models with a state from
+    token to token."""
     eval_fraction: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.05
     """Share of the prompts held out for the accuracy report."""
     strict: bool = False

@@ -65,6 +65,7 @@ def joint_parts(
         gradient=HeadGradient(section.head_gradient_scale, section.head_detach_probability),
         chunk_size=recipe.train.loss_chunk_size,
         stored=stored,
+        keeps_memory=args.device.type == "cpu" and args.deepspeed is None,
     )
     return source, JointTraining(
         schedule=HeadLossSchedule(

@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 
 from medusa_train.base_model.adapters import adapters_off, current_projection
 from medusa_train.base_model.features import LogitRule, hidden_states, output_projection
+from medusa_train.loss_memory import LossMemory
 from medusa_train.loss_targets import StoredTeacher, Teacher
 from medusa_train.losses import LogitAdjust, chunked_cross_entropy
 
@@ -78,6 +79,7 @@ class JointBase(nn.Module):
         chunk_size: rows of logits that exist at one time; None chooses by V.
         stored: kind of the original's log-probabilities that a batch brings with it, in
             ``teacher_ids`` and ``teacher_logprobs`` [N, S]; None where the original runs.
+        keeps_memory: keep the large tensors of the loss for the next step.
     """
 
     original: PreTrainedModel | None
@@ -94,6 +96,7 @@ class JointBase(nn.Module):
         gradient: HeadGradient,
         chunk_size: int | None,
         stored: Literal["top", "samples"] | None = None,
+        keeps_memory: bool = False,
     ) -> None:
         super().__init__()
         self.model = model
@@ -105,6 +108,7 @@ class JointBase(nn.Module):
         self.gradient = gradient
         self.chunk_size = chunk_size
         self.stored: Literal["top", "samples"] | None = stored
+        self.memory = LossMemory() if keeps_memory else None
 
     def forward(self, batch: Batch, *, compute_dtype: torch.dtype) -> JointPass:
         """Run the base, and its original, over a batch.
@@ -139,6 +143,7 @@ class JointBase(nn.Module):
                 if self.rule == LogitRule()
                 else LogitAdjust(self.rule.apply, self.rule.slope),
                 leaves_out=not is_divergence,
+                memory=self.memory,
             )
         heads_states = self.gradient.apply(states) if self.training else states
         return JointPass(heads_states, original_states, result.loss_sum)

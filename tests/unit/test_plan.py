@@ -422,3 +422,58 @@ def test_a_base_that_is_trained_is_counted(tmp_path: Path) -> None:
     checkpointed = _joint_plan(tmp_path, "train.trainer.activation_checkpointing=true")
     plain = _joint_plan(tmp_path)
     assert checkpointed.training[0].activations < plain.training[0].activations
+
+
+_SMALL_HEAD = {"num_attention_heads": 32, "num_key_value_heads": 8}
+JOINT_BASES: dict[str, dict[str, Any]] = {
+    "vicuna7b": LLAMA_7B,
+    "vicuna13b": {
+        **LLAMA_7B,
+        "hidden_size": 5120,
+        "intermediate_size": 13824,
+        "num_hidden_layers": 40,
+        "num_attention_heads": 40,
+        "num_key_value_heads": 40,
+    },
+    "vicuna33b": {
+        **LLAMA_7B,
+        "hidden_size": 6656,
+        "intermediate_size": 17920,
+        "num_hidden_layers": 60,
+        "num_attention_heads": 52,
+        "num_key_value_heads": 52,
+    },
+    "zephyr7b": {**LLAMA_7B, **_SMALL_HEAD, "intermediate_size": 14336},
+    "llama3.1-8b": {
+        **LLAMA_7B,
+        **_SMALL_HEAD,
+        "intermediate_size": 14336,
+        "vocab_size": 128256,
+    },
+    "qwen3-8b": {
+        **LLAMA_7B,
+        **_SMALL_HEAD,
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "head_dim": 128,
+        "intermediate_size": 12288,
+        "num_hidden_layers": 36,
+        "vocab_size": 151936,
+    },
+}
+
+
+@pytest.mark.parametrize("name", JOINT_BASES)
+def test_recipes_that_train_the_base_fit_their_hardware(name: str, tmp_path: Path) -> None:
+    """One device of 80 GB, and eight of them for the largest."""
+    config = {**JOINT_BASES[name], "dtype": "bfloat16"}
+    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    loaded = load_recipe(
+        ROOT / "recipes" / f"{name}-medusa2.yaml",
+        [f"base_model.name_or_path={tmp_path}", "deepspeed=null"],
+    )
+    devices = 8 if name == "vicuna33b" else 1
+    plan = plan_recipe(loaded, devices=devices, with_benchmark=False)
+    memory = plan.training[3 if devices > 1 else 0]
+    assert plan.trained_base > 0
+    assert 10 * GB < memory.total < 80 * GB, memory

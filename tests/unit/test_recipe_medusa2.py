@@ -161,7 +161,7 @@ def test_what_is_allowed(recipe: Path) -> None:
         ["train.medusa2={trained: full, teacher: frozen_copy}"],
         ["train.medusa2={trained: full, base_loss: cross_entropy}"],
         ["train.medusa2={trained: last_layers, num_last_layers: 2, teacher: stored}"],
-        ["train.medusa2.warm_up={}", "train.hidden_states=cached"],
+        ["train.medusa2.warm_up={}", "train.hidden_states=cached", "data.packing=true"],
         ["train.trainer.gradient_checkpointing=true", "base_model.quantization=4bit"],
     ):
         assert load_recipe(recipe, overrides).recipe.train.method == "medusa2"
