@@ -177,6 +177,8 @@ def _train(workspace: Workspace) -> Mapping[str, Any]:
         recipe, base=base, data=data, run=run, run_name=workspace.loaded.name, original=original
     )
     _fit(trainer, run)
+    # Models that are loaded from here on are not the training's, and are not sharded.
+    unset_hf_deepspeed_config()
     save_result(
         trainer,
         run,
@@ -185,8 +187,6 @@ def _train(workspace: Workspace) -> Mapping[str, Any]:
     )
     if not recipe.train.keep_hidden_states:
         on_main(lambda: shutil.rmtree(run.hidden_states, ignore_errors=True))
-    # Models that later stages load are not the training's, and are not sharded.
-    unset_hf_deepspeed_config()
     result = trainer.guarded_checkpoint()
     return {
         "steps": trainer.state.global_step,
