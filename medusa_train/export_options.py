@@ -28,6 +28,7 @@ class ExportChoices:
         layout: ``full`` or ``shared``, where nothing is lost.
         num_speculative_tokens: length of the chain.
         min_version: oldest version of vLLM that has to load the export, such as ``0.25``.
+        repo: ``OWNER/NAME`` on the hub, where the export goes there: its card says so.
     """
 
     base_model: str | None = None
@@ -37,6 +38,7 @@ class ExportChoices:
     layout: Layout | None = None
     num_speculative_tokens: int | None = None
     min_version: str | None = None
+    repo: str | None = None
 
 
 def check_choices(target: Target, chosen: ExportChoices) -> None:

@@ -13,6 +13,9 @@ from torch import Tensor
 from medusa_train.base_facts import BaseFacts, check_shape, read_facts, read_lm_head
 from medusa_train.base_model.fingerprint import base_fingerprint, model_file, weight_files
 from medusa_train.base_model.load import load_tokenizer
+from medusa_train.card.of_run import card_sources
+from medusa_train.card.usage import LIBRARY, Use, base_to_load
+from medusa_train.card.write import CARD_FILE, write_card
 from medusa_train.errors import InputError, MedusaTrainError
 from medusa_train.export import combined, fasterdecoding, mlc, nxd, tensorrt_llm, tgi, vllm
 from medusa_train.export.loaders.view import Request
@@ -34,7 +37,7 @@ from medusa_train.export_options import (
     verified_tokens,
 )
 from medusa_train.heads.config import BaseIdentity
-from medusa_train.run_dir import atomic_directory, check_writable, write_text
+from medusa_train.run_dir import atomic_directory, check_writable
 
 _BESIDE_BASE = frozenset({"nxd", "transformers"})
 
@@ -85,7 +88,7 @@ def export_heads(
         before = _files(directory)
         written = _write(target, source, directory, options, facts)
         warnings = (*written.warnings, *_logit_warnings(source))
-        write_readme(directory, target, start=written.start, warnings=warnings)
+        _write_card(target, heads, output, directory, chosen, start=written.start, notes=warnings)
         request = Request(
             directory,
             str(output),
@@ -141,16 +144,43 @@ def _prepare(
     return cast(source, chosen.dtype), options, facts
 
 
-def write_readme(directory: Path, target: str, *, start: str, warnings: tuple[str, ...]) -> None:
-    """Write ``README.md``: the start command and the warnings.
+def _write_card(
+    target: Target,
+    heads: Path,
+    output: Path,
+    directory: Path,
+    chosen: ExportChoices,
+    *,
+    start: str,
+    notes: tuple[str, ...],
+) -> None:
+    """Write the model card, with the start command and the warnings.
 
     Beside a base model, whose own README.md stays as it is, it is ``README.medusa.md``.
     """
-    name = "README.medusa.md" if (directory / "README.md").exists() else "README.md"
-    points = "".join(f"- {warning[:1].upper()}{warning[1:]}.\n" for warning in warnings)
-    known = f"\n## Good to know\n\n{points}" if points else ""
-    text = f"# Medusa heads for {target}\n\n## Start\n\n{start}{known}"
-    write_text(directory / name, text)
+    sources = card_sources(heads)
+    if chosen.num_heads is not None:
+        sources = sources.first(chosen.num_heads)
+    if chosen.tree_file is not None:
+        sources = replace(sources, tree=None, tree_paths=None)
+    if chosen.repo is not None:
+        # Whoever reads it there has other directories.
+        for place in (output.resolve(), output):
+            start = start.replace(str(place), "DIRECTORY")
+        if "/" in (name := sources.identity.name_or_path):
+            start = start.replace(name, base_to_load(sources))
+        start = f"DIRECTORY is what `hf download {chosen.repo}` prints.\n\n{start}"
+    points = "".join(f"- {note[:1].upper()}{note[1:]}.\n" for note in notes)
+    known = f"\n\n### Good to know\n\n{points}" if points else ""
+    is_ours = target == "transformers"
+    use = Use(
+        text=f"For {target}.\n\n{start.strip()}{known}",
+        library="transformers" if is_ours else LIBRARY,
+        tags=(target, "custom_generate") if is_ours else (target,),
+        holds_base=target == "combined" or _is_beside_base(target, directory),
+    )
+    name = "README.medusa.md" if (directory / CARD_FILE).exists() else CARD_FILE
+    write_card(directory, sources, use=use, name=name)
 
 
 def _write(
@@ -224,7 +254,7 @@ def _check(target: Target, source: HeadTensors, options: ServeOptions) -> None:
 
 def _check_output(target: Target, output: Path) -> None:
     there = output.is_dir() and any(output.iterdir())
-    is_base = there and target in _BESIDE_BASE and (output / "config.json").exists()
+    is_base = there and _is_beside_base(target, output)
     names = {"nxd": (nxd.WEIGHTS_FILE,), "transformers": ("custom_generate", "heads_spec.json")}
     for name in names.get(target, ()):
         if (output / name).exists():
@@ -281,7 +311,7 @@ def _logit_warnings(source: HeadTensors) -> Iterator[str]:
 @contextmanager
 def _output_directory(target: Target, output: Path) -> Iterator[Path]:
     """Where to write: a directory that takes its place at the end, or the base's, cleaned up."""
-    if not (target in _BESIDE_BASE and (output / "config.json").exists()):
+    if not _is_beside_base(target, output):
         with atomic_directory(output) as temporary:
             yield temporary
         return
@@ -293,6 +323,10 @@ def _output_directory(target: Target, output: Path) -> Iterator[Path]:
             (output / name).unlink()
         shutil.rmtree(output / "custom_generate", ignore_errors=True)
         raise
+
+
+def _is_beside_base(target: Target, directory: Path) -> bool:
+    return target in _BESIDE_BASE and (directory / "config.json").exists()
 
 
 def _files(directory: Path) -> set[str]:

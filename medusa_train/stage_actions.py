@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from medusa_train.base_model.changed import changed_directory, check_changed
 from medusa_train.base_model.load import load_dtype
+from medusa_train.card.of_run import write_run_card
 from medusa_train.console import format_seconds, log, process_index, warn
 from medusa_train.data.conversations import MANIFEST_FILE, read_manifest, write_dataset
 from medusa_train.data.convert import import_manifest
@@ -63,6 +65,7 @@ def run_stage(stage: str, workspace: Workspace) -> Mapping[str, Any]:
         "tree": _tree,
         "quality": _quality,
         "export": _export,
+        "card": _card,
     }
     action = actions[stage]
     if stage in _ON_ALL_PROCESSES:
@@ -192,6 +195,7 @@ def _train(workspace: Workspace) -> Mapping[str, Any]:
         "steps": trainer.state.global_step,
         "seed": trainer.args.seed,
         "processes": num_processes(),
+        "logit_rule": asdict(base.logit_rule),
         **({} if result is None else {"result": result.name}),
         **_best(trainer.state, recipe),
     }
@@ -351,6 +355,11 @@ def _export(workspace: Workspace) -> Mapping[str, Any]:
         written[target] = list(result.files)
     write_json(run.exports / EXPORTS_FILE, written)
     return {"targets": list(written)}
+
+
+def _card(workspace: Workspace) -> Mapping[str, Any]:
+    write_run_card(workspace.run)
+    return {}
 
 
 def _latency(workspace: Workspace) -> LatencyCurve:

@@ -12,6 +12,8 @@ from typing import Any
 from medusa_train.base_model.changed import changed_directory, changed_fingerprint
 from medusa_train.base_model.fingerprint import base_fingerprint
 from medusa_train.base_model.load import BaseModel, load_tokenizer
+from medusa_train.card.sources import REPORT_FILES
+from medusa_train.card.write import CARD_FILE, CARD_VERSION
 from medusa_train.console import log, warn
 from medusa_train.data.chat import ChatTokenizer
 from medusa_train.data.conversations import (
@@ -56,7 +58,9 @@ _LATER_KEYS = frozenset({"hidden_states_dtype", "init_from", "medusa2"})
 EXPORTS_FILE = "exports.json"
 """In ``exports/``: what was exported; written last."""
 
-STAGES = ("data", "distill", "hidden-states", "train", "accuracy", "tree", "quality", "export")
+STAGES = (
+    "data", "distill", "hidden-states", "train", "accuracy", "tree", "quality", "export", "card",
+)  # fmt: skip
 """Every stage, in order. ``data`` reads a file, ``distill`` writes the data; a run has one."""
 
 
@@ -234,6 +238,7 @@ def named_stages(loaded: LoadedRecipe) -> list[str]:
         stages.append("quality")
     if loaded.recipe.export.targets:
         stages.append("export")
+    stages.append("card")
     return stages
 
 
@@ -252,6 +257,8 @@ def outputs_of(stage: str, run: RunDir) -> list[Path]:
             return [run.report / QUALITY_FILE]
         case "export":
             return [run.exports / EXPORTS_FILE]
+        case "card":
+            return [run.heads / CARD_FILE]
         case _:
             return [run.report / "heads_accuracy.json"]
 
@@ -265,7 +272,7 @@ def directories_of(stage: str, run: RunDir) -> list[Path]:
             return [run.hidden_states]
         case "train":
             return [run.checkpoints, run.adapters, run.base, run.warm_up.root, run.heads]
-        case "tree" | "quality":
+        case "tree" | "quality" | "card":
             return []  # their files lie among others', and are written over
         case "export":
             return [run.exports]
@@ -320,14 +327,8 @@ def fingerprint_of(stage: str, workspace: Workspace) -> str | None:
             if settings["tree"] and not settings["tree"]["for_this_device"]:
                 del settings["tree"]["for_this_device"]  # older runs were fingerprinted without it
             return fingerprint([content, settings]) if needed else None
-        case "quality" | "export":
-            is_export = stage == "export"
-            text = [data, cutting, chat]
-            return (
-                _export_fingerprint(workspace)
-                if is_export
-                else _quality_fingerprint(workspace, text)
-            )
+        case "quality" | "export" | "card":
+            return _later_fingerprint(stage, workspace, text=[data, cutting, chat])
         case _:
             if not outputs_of("train", workspace.run)[0].exists():
                 return None
@@ -336,14 +337,22 @@ def fingerprint_of(stage: str, workspace: Workspace) -> str | None:
             return fingerprint([loading, data, cutting, heads, settings])
 
 
-def _export_fingerprint(workspace: Workspace) -> str | None:
+def _later_fingerprint(stage: str, workspace: Workspace, *, text: list[Any]) -> str | None:
+    """Of what comes after the heads' own reports."""
+    if stage == "quality":
+        return _quality_fingerprint(workspace, text)
     run = workspace.run
     if not outputs_of("train", run)[0].exists():
         return None
-    choices = run.heads / CHOICES_FILE
-    tree = file_fingerprint(choices) if choices.exists() else None
-    section = workspace.recipe.export.model_dump()
-    return fingerprint([heads_fingerprint(run.heads), tree, section])
+    heads = heads_fingerprint(run.heads)
+    if stage == "export":
+        choices = run.heads / CHOICES_FILE
+        tree = file_fingerprint(choices) if choices.exists() else None
+        return fingerprint([heads, tree, workspace.recipe.export.model_dump()])
+    reports = [run.report / name for name in REPORT_FILES]
+    contents = [file_fingerprint(path) if path.exists() else None for path in reports]
+    known = [heads, workspace.data_fingerprint, contents]
+    return fingerprint([CARD_VERSION, *known, workspace.recipe.model_dump()])
 
 
 def _deciding(section: HeadsSection | TrainSection) -> dict[str, Any]:

@@ -31,6 +31,7 @@ class Hub:
     Args:
         token: what it wants as bearer.
         faults: method and a part of a path → the status that such requests get, and the reason.
+        cards: model cards that it has, by the repository's name.
         ignored: names that a repository's .gitignore leaves out.
     """
 
@@ -40,12 +41,13 @@ class Hub:
         *,
         faults: dict[tuple[str, str], tuple[int, str]] | None = None,
         ignored: frozenset[str] = frozenset(),
+        cards: dict[str, str] | None = None,
     ) -> None:
         self.token = token
         self.faults = faults or {}
         self.ignored = ignored
         self.repositories: dict[str, Repository] = {}
-        self.cards: dict[str, str] = {}
+        self.cards = cards or {}
         self.requests: list[tuple[str, str]] = []
         self.tokens: set[str | None] = set()
         self.large: dict[str, bytes] = {}
@@ -177,7 +179,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _card(self, name: str) -> None:
         if name not in self.hub.cards:
-            self._send(404, {"error": "no card"}, {"X-Error-Code": "EntryNotFound"})
+            self._send(404, {"error": "no card"}, {"X-Error-Code": "RepoNotFound"})
             return
         content = self.hub.cards[name].encode()
         headers = {"ETag": '"1"', "X-Repo-Commit": COMMIT, "Content-Type": "text/plain"}

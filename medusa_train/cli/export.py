@@ -103,6 +103,7 @@ def export(
                 layout=layout.value if layout else None,
                 num_speculative_tokens=num_speculative_tokens,
                 min_version=min_version,
+                repo=push_to_hub,
             ),
         )
         for warning in result.warnings:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from medusa_train.cli.app import Json, Overrides, make_app, print_errors
+from medusa_train.cli.card import card
 from medusa_train.cli.export import export, import_heads, verify
 from medusa_train.cli.hub import push
 from medusa_train.cli.options import Dtype
@@ -34,6 +35,7 @@ class Stage(enum.StrEnum):
     TREE = "tree"
     QUALITY = "quality"
     EXPORT = "export"
+    CARD = "card"
 
 
 @app.command()
@@ -207,6 +209,7 @@ app.command()(export)
 app.command("import")(import_heads)
 app.command()(verify)
 app.command()(plot)
+app.command()(card)
 app.command()(push)
 
 

@@ -36,7 +36,7 @@ def write_speedup(report: Mapping[str, Any], *, directory: Path) -> None:
 
 def speedup_summary(report: Mapping[str, Any]) -> str:
     """The report as plain text of fixed columns, for a terminal or a log."""
-    parts = ["\n".join([*_lines(report), *_result_lines(report)])]
+    parts = ["\n".join([*text_lines(report), *result_lines(report)])]
     parts += [plain_table(cells) for _, cells in _tables(report)]
     return "\n\n".join(parts)
 
@@ -44,7 +44,7 @@ def speedup_summary(report: Mapping[str, Any]) -> str:
 def markdown(report: Mapping[str, Any], *, plots: Sequence[Plot]) -> str:
     """The report as Markdown, with the plots beside it as pictures."""
     lines = [f"# {_title(report)}", ""]
-    lines += [f"- {line}" for line in [*_result_lines(report), *_lines(report)]]
+    lines += [f"- {line}" for line in [*result_lines(report), *text_lines(report)]]
     for title, (head, *rows) in _tables(report):
         lines += ["", f"## {title}", "", "| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
         lines += ["| " + " | ".join(row) + " |" for row in rows]
@@ -56,7 +56,7 @@ def markdown(report: Mapping[str, Any], *, plots: Sequence[Plot]) -> str:
 def html_page(report: Mapping[str, Any], *, plots: Sequence[Plot]) -> str:
     """The page; names from outside are escaped, pictures are inside it."""
     # The first result lines are the headline's figures.
-    lines = [*_lines(report), *_result_lines(report)[3:]]
+    lines = [*text_lines(report), *result_lines(report)[3:]]
     body = [*map(paragraph, lines), headline(_figures(report)), facts_list(_facts(report))]
     for title, (head, *rows) in _tables(report):
         body += [f"<h2>{title}</h2>", table(head, rows)]
@@ -97,7 +97,7 @@ def _differ(count: int) -> str:
     return "differs" if count == 1 else "differ"
 
 
-def _lines(report: Mapping[str, Any]) -> list[str]:
+def text_lines(report: Mapping[str, Any]) -> list[str]:
     """What was measured, and how."""
     intervals = "intervals: 95 %, percentile bootstrap over prompts, paired"
     if report["num_prompts"] < MIN_CONVERSATIONS:
@@ -112,7 +112,7 @@ def _lines(report: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _result_lines(report: Mapping[str, Any]) -> list[str]:
+def result_lines(report: Mapping[str, Any]) -> list[str]:
     """What came out."""
     dtype = report["medusa"]["dtype"]
     lines = [
@@ -171,7 +171,7 @@ def _facts(report: Mapping[str, Any]) -> dict[str, str]:
 
 def _tables(report: Mapping[str, Any]) -> list[tuple[str, Cells]]:
     """Titles and tables; the first row of each names the columns."""
-    tables = [("Ways of decoding", _way_rows(report)), ("Dtypes that were tried", _tried(report))]
+    tables = [("Ways of decoding", way_rows(report)), ("Dtypes that were tried", _tried(report))]
     if report["categories"]:
         tables.append(("By category", _category_rows(report)))
     if report["batch_sizes"]:
@@ -179,7 +179,8 @@ def _tables(report: Mapping[str, Any]) -> list[tuple[str, Cells]]:
     return tables
 
 
-def _way_rows(report: Mapping[str, Any]) -> Cells:
+def way_rows(report: Mapping[str, Any]) -> Cells:
+    """Each way of decoding; the first row names the columns."""
     rows = [
         [
             "", "dtype", "tokens/s", "after the first token", "prefill, s", "tokens per step",

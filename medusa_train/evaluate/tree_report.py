@@ -90,7 +90,13 @@ def remove_tree(directory: Path) -> None:
 
 def tree_summary(result: Mapping[str, Any]) -> str:
     """The comparison as plain text of fixed columns, for a terminal or a log."""
-    return "\n".join([*text_lines(result), "", plain_table([_columns(result), *_rows(result)])])
+    return "\n".join(
+        [
+            *text_lines(result),
+            "",
+            plain_table([comparison_columns(result), *comparison_rows(result)]),
+        ]
+    )
 
 
 def text_lines(result: Mapping[str, Any]) -> list[str]:
@@ -114,12 +120,14 @@ def text_lines(result: Mapping[str, Any]) -> list[str]:
     return lines
 
 
-def _columns(result: Mapping[str, Any]) -> list[str]:
+def comparison_columns(result: Mapping[str, Any]) -> list[str]:
+    """The names of the comparison's columns."""
     speed = [] if result["latency_ms"] is None else ["tokens/s"]
     return ["", "nodes", "depth", "tokens per step", "95 %", *speed, "tree is longer by", "95 %"]
 
 
-def _rows(result: Mapping[str, Any]) -> list[list[str]]:
+def comparison_rows(result: Mapping[str, Any]) -> list[list[str]]:
+    """One row of cells for the tree and for each that it is compared with."""
     rows = []
     for row in result["comparison"]:
         is_tree = row["name"] == "tree"

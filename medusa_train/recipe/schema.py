@@ -317,6 +317,19 @@ class TrackingSection(Section):
     """Name of the run; null is the recipe's."""
 
 
+class CardSection(Section):
+    """What the model card of the heads says that no file tells."""
+
+    base_model_id: Text | None = None
+    """Id of the base model on the hub, where `base_model.name_or_path` is a directory."""
+    license: Text | None = None
+    """Licence of the base model as the hub abbreviates it, such as `apache-2.0`; null takes what
+    the base model's own card says, and if that is not known the card says none."""
+    languages: list[Language] = Field(default_factory=list)
+    """Languages of the text (ISO 639-1, such as `en`); empty takes those of
+    `data.distill.languages`, else what the base model's own card says."""
+
+
 class Recipe(Section):
     """All that one run needs to know."""
 
@@ -335,6 +348,8 @@ class Recipe(Section):
     """What the accuracy report holds, which tree is found, and whether the base is compared."""
     export: ExportSection = ExportSection()
     """The forms for engines that are written."""
+    card: CardSection = CardSection()
+    """What the model card of the heads says that no file tells."""
     tracking: TrackingSection = TrackingSection()
     """Where the curves go besides `metrics.jsonl`."""
     run_dir: Text | None = None

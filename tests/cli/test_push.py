@@ -18,7 +18,7 @@ TOKEN = "hf_never" + "x" * 26
 REPO = "someone/heads"
 
 
-def _run(
+def run_at(
     *arguments: object, hub: Hub | str, token: str | None = TOKEN, **environment: str
 ) -> subprocess.CompletedProcess[str]:
     """The command, in a process that knows no other hub; nothing that it says has the token."""
@@ -57,9 +57,9 @@ SENT = ["README.md", "config.json", "medusa_lm_head.safetensors", "plots/one.png
 
 def test_exactly_the_files_that_are_listed(heads: Path) -> None:
     with Hub(TOKEN) as hub:
-        dry = _run("push", heads, REPO, "--dry-run", hub=hub)
+        dry = run_at("push", heads, REPO, "--dry-run", hub=hub)
         assert (dry.returncode, hub.requests) == (0, [])
-        result = _run("push", heads, REPO, hub=hub, HF_DEBUG="1")
+        result = run_at("push", heads, REPO, hub=hub, HF_DEBUG="1")
         assert result.returncode == 0, result.stderr
         repository = hub.repositories[REPO]
     listed = [line.split()[1] for line in dry.stdout.splitlines()[:-1]]
@@ -78,7 +78,7 @@ def test_exactly_the_files_that_are_listed(heads: Path) -> None:
 
 def test_public_and_again(heads: Path) -> None:
     with Hub(TOKEN) as hub:
-        first = _run("push", heads, REPO, "--public", "--json", hub=hub)
+        first = run_at("push", heads, REPO, "--public", "--json", hub=hub)
         assert first.returncode == 0, first.stderr
         sent = json.loads(first.stdout)
         assert [file["name"] for file in sent["files"]] == SENT
@@ -86,14 +86,14 @@ def test_public_and_again(heads: Path) -> None:
         assert not hub.repositories[REPO].private
         # Nobody publishes by forgetting an option.
         (heads / "README.md").write_text("changed")
-        second = _run("push", heads, REPO, hub=hub)
+        second = run_at("push", heads, REPO, hub=hub)
         assert second.returncode == 2
         assert second.stderr.splitlines()[-1] == (
             f"error: {REPO}: is there and public, so everyone would see the files; give --public, "
             "or another name"
         )
         assert hub.repositories[REPO].files["README.md"] != b"changed"
-        third = _run("push", heads, REPO, "--public", hub=hub)
+        third = run_at("push", heads, REPO, "--public", hub=hub)
         assert third.returncode == 0, third.stderr
         assert hub.repositories[REPO].files["README.md"] == b"changed"
 
@@ -101,7 +101,7 @@ def test_public_and_again(heads: Path) -> None:
 def test_a_private_repository_stays_private(heads: Path) -> None:
     with Hub(TOKEN) as hub:
         hub.repositories[REPO] = Repository(private=True)
-        result = _run("push", heads, REPO, "--public", hub=hub)
+        result = run_at("push", heads, REPO, "--public", hub=hub)
         assert hub.repositories[REPO].private
     assert result.returncode == 0, result.stderr
     assert "(private), commit" in result.stdout
@@ -123,7 +123,7 @@ def test_what_the_hub_refuses_is_one_line(
 ) -> None:
     method, part, status, reason = fault
     with Hub(TOKEN, faults={(method, part): (status, reason)}) as hub:
-        result = _run("push", heads, REPO, hub=hub)
+        result = run_at("push", heads, REPO, hub=hub)
     assert result.returncode == code
     last = result.stderr.splitlines()[-1]
     assert last.startswith(f"error: {REPO}: ")
@@ -134,35 +134,35 @@ def test_what_the_hub_refuses_is_one_line(
 
 def test_a_wrong_token(heads: Path) -> None:
     with Hub("another") as hub:
-        result = _run("push", heads, REPO, hub=hub)
+        result = run_at("push", heads, REPO, hub=hub)
     assert (result.returncode, hub.repositories) == (2, {})
     assert "the hub does not accept the token (401)" in result.stderr
 
 
 def test_no_token_and_the_stored_login(heads: Path, tmp_path: Path) -> None:
     with Hub(TOKEN) as hub:
-        result = _run("push", heads, REPO, hub=hub, token=None)
+        result = run_at("push", heads, REPO, hub=hub, token=None)
         assert (result.returncode, hub.requests) == (2, [])
         assert "there is no token for the hub; set HF_TOKEN or run `hf auth login`" in result.stderr
         (tmp_path / "token").write_text(TOKEN)
-        stored = _run("push", heads, REPO, hub=hub, token=None, home=str(tmp_path))
+        stored = run_at("push", heads, REPO, hub=hub, token=None, home=str(tmp_path))
         assert stored.returncode == 0, stored.stderr
     assert TOKEN not in stored.stdout + stored.stderr
     assert hub.tokens == {f"Bearer {TOKEN}"}
 
 
 def test_offline_and_no_network(heads: Path) -> None:
-    offline = _run("push", heads, REPO, hub="http://127.0.0.1:9", HF_HUB_OFFLINE="1")
+    offline = run_at("push", heads, REPO, hub="http://127.0.0.1:9", HF_HUB_OFFLINE="1")
     assert offline.returncode == 2
     assert "nothing can be sent in offline mode; unset HF_HUB_OFFLINE" in offline.stderr
-    away = _run("push", heads, REPO, hub="http://127.0.0.1:9")
+    away = run_at("push", heads, REPO, hub="http://127.0.0.1:9")
     assert away.returncode == 1
     assert away.stderr.splitlines()[-1].startswith(f"error: {REPO}: the files could not be sent: ")
 
 
 def test_a_file_that_the_hub_leaves_out_is_an_error(heads: Path) -> None:
     with Hub(TOKEN, ignored=frozenset({"plots/one.png"})) as hub:
-        result = _run("push", heads, REPO, hub=hub)
+        result = run_at("push", heads, REPO, hub=hub)
     assert result.returncode == 1
     assert "the hub left out plots/one.png; look at the .gitignore" in result.stderr
 
@@ -172,7 +172,7 @@ def test_links_that_lead_out_are_refused(heads: Path, tmp_path: Path) -> None:
     for name, target in (("note.txt", tmp_path / "private.txt"), ("folder", tmp_path)):
         (heads / name).symlink_to(target)
         with Hub(TOKEN) as hub:
-            result = _run("push", heads, REPO, hub=hub)
+            result = run_at("push", heads, REPO, hub=hub)
         assert (result.returncode, hub.requests) == (2, [])
         assert f"{name}: is a link that leads out of" in result.stderr
         (heads / name).unlink()
@@ -183,13 +183,13 @@ def test_links_that_lead_out_are_refused(heads: Path, tmp_path: Path) -> None:
     [("heads", "give OWNER/NAME"), ("a/b/c", "is no name of a repository: "), ("-a/b", "-a")],
 )
 def test_names_that_are_none(heads: Path, repo: str, message: str) -> None:
-    result = _run("push", heads, "--dry-run", "--", repo, hub="http://127.0.0.1:9")
+    result = run_at("push", heads, "--dry-run", "--", repo, hub="http://127.0.0.1:9")
     assert result.returncode == 2
     assert message in result.stderr
 
 
 def test_a_directory_without_heads(tmp_path: Path) -> None:
-    result = _run("push", tmp_path, REPO, hub="http://127.0.0.1:9")
+    result = run_at("push", tmp_path, REPO, hub="http://127.0.0.1:9")
     assert result.returncode == 2
     assert "no weights in it; give a heads directory or what an export wrote" in result.stderr
 
@@ -200,22 +200,28 @@ def test_an_export_is_written_and_sent(tmp_path: Path) -> None:
     out = tmp_path / "out" / "export"
     command = ["export", "transformers", heads, out]
     with Hub(TOKEN) as hub:
-        dry = _run(*command, "--push-to-hub", REPO, "--dry-run", hub=hub)
+        dry = run_at(*command, "--push-to-hub", REPO, "--dry-run", hub=hub)
         assert (dry.returncode, hub.requests) == (0, []), dry.stderr
         assert not out.exists()
         # What cannot be sent is found out before the export is made.
-        refused = _run(*command, "--push-to-hub", REPO, hub=hub, token=None)
+        refused = run_at(*command, "--push-to-hub", REPO, hub=hub, token=None)
         assert (refused.returncode, out.exists()) == (2, False)
-        result = _run(*command, "--push-to-hub", REPO, hub=hub)
+        result = run_at(*command, "--push-to-hub", REPO, hub=hub)
         assert result.returncode == 0, result.stderr
         repository = hub.repositories[REPO]
     written = sorted(str(path.relative_to(out)) for path in out.rglob("*") if path.is_file())
     assert sorted(repository.files) == written
     assert [line.split()[1] for line in dry.stdout.splitlines()[:-1]] == written
     assert repository.private
+    card = repository.files["README.md"].decode()
+    assert f"DIRECTORY is what `hf download {REPO}` prints." in card
+    assert "library_name: transformers" in card
+    assert str(tmp_path) not in card
 
 
 def test_options_that_need_each_other(tmp_path: Path) -> None:
-    result = _run("export", "transformers", tmp_path, tmp_path / "out", "--public", hub="http://x")
+    result = run_at(
+        "export", "transformers", tmp_path, tmp_path / "out", "--public", hub="http://x"
+    )
     assert result.returncode == 2
     assert "--public: is for what is sent to the hub; give --push-to-hub with it" in result.stderr

@@ -25,6 +25,8 @@ FILES_OF_A_RUN = {
     "heads/config.json",
     "heads/heads_spec.json",
     "heads/tokenizer.json",
+    "heads/README.md",
+    "heads/plots/top_1_accuracy.png",
     "report/heads_accuracy.json",
     "report/heads_accuracy.md",
     "report/heads_accuracy.html",
@@ -127,7 +129,7 @@ def test_a_tree_joins_the_heads_and_the_report(
     page = (run.report / "heads_accuracy.html").read_text()
     assert report["tree"] is None
     assert not (run.heads / "medusa_choices.json").exists()
-    heads = file_hashes(run.heads)
+    heads = {name: h for name, h in file_hashes(run.heads).items() if name != "README.md"}
     with_tree = load_recipe(tmp_path / "recipe.yaml", ["evaluate.tree={num_nodes: 2}"])
     capsys.readouterr()
     run_pipeline(with_tree)
@@ -312,7 +314,8 @@ def test_another_base_is_refused_by_a_finished_run(tmp_path: Path, base: Path) -
 def test_manifest_says_what_ran(tmp_path: Path, base: Path) -> None:
     run = run_pipeline(write_recipe(tmp_path, base=base, rows=cyclic_rows(16)))
     manifest = json.loads(run.manifest.read_text())
-    assert set(manifest["stages"]) == {"hidden-states", "train", "accuracy"}
+    assert set(manifest["stages"]) == {"hidden-states", "train", "accuracy", "card"}
+    assert manifest["stages"]["train"]["logit_rule"] == {"scale": 1.0, "soft_cap": None}
     for record in manifest["stages"].values():
         assert record["finished"]
         assert record["seconds"] >= 0
