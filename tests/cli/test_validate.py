@@ -33,7 +33,7 @@ def test_the_shipped_recipes():
     code, stdout, stderr = outcome("medusa-train", "validate", *paths)
     assert (code, stderr) == (0, "")
     assert [line.split(": ok")[0] for line in stdout.splitlines()] == paths
-    assert len(paths) == 9
+    assert len(paths) == 16
 
 
 def test_three_mistakes_are_three_lines(tmp_path):

@@ -91,7 +91,7 @@ tracking: {wandb: yes}
         "x.yaml:18: evaluate: must be a section of keys and values; remove it for the defaults; "
         "got null",
         "x.yaml:19: zebra: unknown key; known keys: base_model, heads, data, train, deepspeed, "
-        "evaluate, export, tracking, run_dir",
+        "evaluate, export, card, tracking, run_dir",
         "x.yaml:20: tracking.wandb: must be true or false; got 'yes'",
     ]
 
