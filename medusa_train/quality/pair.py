@@ -96,7 +96,11 @@ def _with_adapters(original: BaseModel, options: Mapping[str, Any], directory: P
             warnings.filterwarnings("ignore", message="Found missing adapter keys")
             adapted = PeftModel.from_pretrained(under.model, str(directory))
         names = {name for name in load_peft_weights(str(directory), device="cpu") if _LORA in name}
-        known = {name for name in get_peft_model_state_dict(adapted) if _LORA in name}
+        known = {
+            name
+            for name in get_peft_model_state_dict(adapted, save_embedding_layers=False)
+            if _LORA in name
+        }
         if odd := sorted(names ^ known):
             raise ValueError(f"{odd[0]} is {'missing' if odd[0] in known else 'not in it'}")
     except (OSError, ValueError, RuntimeError, KeyError) as error:

@@ -90,8 +90,8 @@ def test_an_override():
         (
             ("run", "no.yaml", "--only", "nap"),
             "error: medusa-train run: Invalid value for '--only': 'nap' is not one of "
-            "'data', 'distill', 'hidden-states', 'train', 'accuracy', 'tree'; "
-            "see `medusa-train run --help`\n",
+            "'data', 'distill', 'hidden-states', 'train', 'accuracy', 'tree', 'quality', "
+            "'export', 'card'; see `medusa-train run --help`\n",
         ),
         (
             ("run", "no.yaml", "--only", "train", "--from", "train"),
