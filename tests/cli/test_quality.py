@@ -369,7 +369,7 @@ def test_tasks_of_lm_eval(
         "task: words\ndataset_path: json\n"
         f"dataset_kwargs: {{data_files: {{test: {samples}}}}}\n"
         "test_split: test\noutput_type: multiple_choice\n"
-        "doc_to_text: '{{text}}'\ndoc_to_target: label\ndoc_to_choice: [' sea', ' river']\n"
+        "doc_to_text: '{{text}}'\ndoc_to_target: label\ndoc_to_choice: [sea, river]\n"
         "metric_list: [{metric: acc, aggregation: mean, higher_is_better: true}]\n"
     )
     output = tmp_path / "report"
