@@ -139,6 +139,9 @@ def _tree_mistakes(value: Mapping[str, Any], data: Mapping[str, Any]) -> Iterato
 
 def _quality_mistakes(value: Mapping[str, Any], data: Mapping[str, Any]) -> Iterator[Wrong]:
     quality, where = _section(value, "evaluate").get("quality"), ("evaluate", "quality")
+    method = _section(value, "train").get("method", "medusa1")
+    if isinstance(quality, dict) and method == "medusa1":
+        yield where, "is for train.method: medusa2, which changes the base model; remove it"
     if not isinstance(quality, dict) or quality.get("prompts") is not None:
         return
     if data.get("eval_fraction") == 0:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -180,18 +181,18 @@ def test_the_quality_of_a_changed_base(
     """The stage runs where training has left adapters, and again only when something differs."""
     answer = {"role": "assistant", "content": "so"}
     rows = [replace(row, messages=(*row.messages, answer)) for row in cyclic_rows(16)]
-    run = run_pipeline(write_recipe(tmp_path, base=base, rows=rows))
-    settings = "evaluate.quality={num_answers: 2, max_new_tokens: 6}"
-    with_quality = load_recipe(tmp_path / "recipe.yaml", [settings])
+    joint = ["train.method=medusa2", "train.hidden_states=online"]
+    run = run_pipeline(write_recipe(tmp_path, base=base, rows=rows, overrides=joint))
+    settings = [*joint, "evaluate.quality={num_answers: 2, max_new_tokens: 6}"]
+    with_quality = load_recipe(tmp_path / "recipe.yaml", settings)
+    shutil.rmtree(run.adapters)
     with pytest.raises(InputError, match="the stage quality has nothing to read yet"):
-        run_pipeline(with_quality)
-    save_adapters(run.root / "adapters", base=base)
+        run_pipeline(with_quality, only="quality")
+    save_adapters(run.adapters, base=base)
     before = file_hashes(run.report)
     capsys.readouterr()
-    run_pipeline(with_quality)
-    shown = capsys.readouterr().err
-    assert "accuracy: up to date" in shown
-    assert "moved: " in shown
+    run_pipeline(with_quality, only="quality")
+    assert "moved: " in capsys.readouterr().err
     report = json.loads((run.report / "quality.json").read_text())
     assert (report["text"], report["answers"]["num_prompts"]) == ("held out by the run", 2)
     assert report["kl"] > 0
@@ -199,18 +200,18 @@ def test_the_quality_of_a_changed_base(
     assert record["finished"]
     assert record["kept"] is False
     assert before.items() <= file_hashes(run.report).items()
-    run_pipeline(with_quality)
+    run_pipeline(with_quality, only="quality")
     assert "quality: up to date" in capsys.readouterr().err
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"turns": ["Name a metal."]}\n{"turns": ["two and two"]}\n')
-    asked = [settings, f"evaluate.quality.prompts={prompts}"]
+    asked = [*settings, f"evaluate.quality.prompts={prompts}"]
     run_pipeline(load_recipe(tmp_path / "recipe.yaml", asked), only="quality")
     report = json.loads((run.report / "quality.json").read_text())
     assert report["text"] == "greedy answers of the original to prompts.jsonl"
     assert report["num_conversations"] == 2
     capsys.readouterr()
-    save_adapters(run.root / "adapters", base=base, scale=0.0)
-    run_pipeline(load_recipe(tmp_path / "recipe.yaml", asked))
+    save_adapters(run.adapters, base=base, scale=0.0)
+    run_pipeline(load_recipe(tmp_path / "recipe.yaml", asked), only="quality")
     assert "kept: 100.00 %" in capsys.readouterr().err
 
 

@@ -283,9 +283,15 @@ def test_a_tree_needs_text_and_heads(write, overrides, message):
     ],
 )
 def test_the_quality_of_a_base_needs_text(write, overrides, message):
-    [line] = lines_of(write(GOOD), *overrides)
+    joint = ["train.method=medusa2", "train.hidden_states=online"]
+    [line] = lines_of(write(GOOD), *overrides, *joint)
     assert line.endswith(message)
-    loaded = load_recipe(write(GOOD), ["evaluate.quality={prompts: absent.jsonl, num_prompts: 4}"])
+    [line] = lines_of(write(GOOD), "evaluate.quality={}")
+    assert line.endswith(
+        "evaluate.quality: is for train.method: medusa2, which changes the base model; remove it"
+    )
+    settings = "evaluate.quality={prompts: absent.jsonl, num_prompts: 4}"
+    loaded = load_recipe(write(GOOD), [settings, *joint])
     assert loaded.recipe.evaluate.quality.num_answers == 20
     assert "evaluate.quality.prompts: no such file; looked for" in loaded.missing[-1]
 
