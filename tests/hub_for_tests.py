@@ -113,7 +113,8 @@ class _Handler(BaseHTTPRequestHandler):
     def _answer(self, method: str, path: str, body: bytes) -> None:
         if path != "/api/agent-harnesses":  # a list that the client reads as anyone
             self.hub.tokens.add(self.headers.get("Authorization"))
-        if method != "GET" and self.headers.get("Authorization") != f"Bearer {self.hub.token}":
+        reads = method in {"GET", "HEAD"}
+        if not reads and self.headers.get("Authorization") != f"Bearer {self.hub.token}":
             self._send(401, {"error": "Invalid username or password."})
         elif path == "/api/repos/create":
             self._create(json.loads(body))
