@@ -218,13 +218,10 @@ def _warm_up(workspace: Workspace) -> Path:
         log("warm-up: done")
         return run.heads
     log("warm-up: the heads alone")
-    alone = recipe.train.model_copy(
-        update={
-            "method": "medusa1",
-            "medusa2": None,
-            "trainer": {**recipe.train.trainer, **joint.warm_up.trainer},
-        }
-    )
+    block = {**recipe.train.trainer, **joint.warm_up.trainer}
+    # A frozen base keeps no activations.
+    kept = {key: value for key, value in block.items() if "_checkpointing" not in key}
+    alone = recipe.train.model_copy(update={"method": "medusa1", "medusa2": None, "trainer": kept})
     base = workspace.training_base()
     trainer = build_trainer(
         recipe.model_copy(update={"train": alone}),

@@ -107,6 +107,25 @@ def add_adapters(model: PreTrainedModel, options: AdapterOptions) -> Any:
     return config
 
 
+def keep_gradients(model: PreTrainedModel) -> None:
+    """Let gradients through the 4-bit layers of a model on a CPU.
+
+    bitsandbytes lays their weights out anew for a CPU at the first pass without gradients, and its
+    product of such weights has none.
+    """
+    for module in model.modules():
+        if not getattr(module, "support_avx512bf16_for_cpu", False):
+            continue
+        layer: Any = module
+        layer.support_avx512bf16_for_cpu = False
+        if getattr(layer.weight.quant_state, "packing_format_for_cpu", False):
+            from bitsandbytes.functional import _convert_weight_packed_for_cpu_inverse
+
+            layer.weight.data, layer.weight.quant_state = _convert_weight_packed_for_cpu_inverse(
+                layer.weight.data, layer.weight.quant_state
+            )
+
+
 @contextmanager
 def adapters_off(model: PreTrainedModel) -> Iterator[None]:
     """Inside the block ``model`` is the base without its adapters."""

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from torch import nn
 from transformers import PreTrainedModel, TrainingArguments
 
-from medusa_train.base_model.adapters import AdapterOptions, add_adapters
+from medusa_train.base_model.adapters import AdapterOptions, add_adapters, keep_gradients
 from medusa_train.base_model.features import decoder
 from medusa_train.base_model.load import BaseModel
 from medusa_train.console import log
@@ -46,6 +46,7 @@ def joint_parts(
     assert section is not None
     model = base.model
     without_dropout(model)
+    keep_gradients(model)
     has_original = needs_original(recipe)
     copied = None
     if has_original and section.teacher == "frozen_copy":

@@ -59,10 +59,12 @@ class HeadGradient:
         scale = self.scale
         if self.detach_probability and torch.rand(()).item() < self.detach_probability:
             scale = 0.0
-        if scale == 1.0:
+        if scale == 1.0 and not self.detach_probability:
             return states
+        # Times 0 rather than detached: under ZeRO-3 all processes must run the same modules, and
+        # each draws for its own batch.
         fixed = states.detach()
-        return fixed + scale * (states - fixed) if scale else fixed
+        return fixed + scale * (states - fixed)
 
 
 class JointBase(nn.Module):

@@ -45,6 +45,10 @@ BASES |= {
     )
 }
 
+# 4-bit weights come in blocks of 64.
+for name in ("vicuna7b-medusa2", "vicuna13b-medusa2"):
+    BASES[name] = {**BASES[name], "hidden_size": 64, "intermediate_size": 128}
+
 
 def test_every_recipe_is_here() -> None:
     assert sorted(BASES) == sorted(path.stem for path in (ROOT / "recipes").glob("*.yaml"))

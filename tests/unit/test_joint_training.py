@@ -253,3 +253,26 @@ def test_activations_that_are_computed_again_give_the_same_gradients(
     plain, again = results
     for name, tensor in plain.items():
         torch.testing.assert_close(tensor, again[name], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("quantization", ["8bit", "4bit"])
+def test_adapters_beside_quantised_weights_learn_in_every_layer(
+    tmp_path: Path, quantization: str
+) -> None:
+    """QLoRA: also the first layer's, which gets its gradient through all the others."""
+    base = save_base(tmp_path / "base", hidden_size=64, intermediate_size=128)
+    overrides = [
+        *JOINT, *LORA, f"base_model.quantization={quantization}",
+        "train.trainer.learning_rate=0.01", "train.medusa2.head_loss_weight=1.0",
+    ]  # fmt: skip
+    loaded = write_recipe(tmp_path, base=base, rows=cyclic_rows(16), overrides=overrides)
+    run = run_pipeline(loaded)
+    tensors = load_file(run.adapters / "adapter_model.safetensors")
+    ups = {name: tensor for name, tensor in tensors.items() if ".lora_B." in name}
+    assert any(".layers.0." in name for name in ups)
+    for name, tensor in ups.items():
+        assert tensor.abs().max() > 1e-4, name
+    divergences = _lines(run.metrics, "base_kl")
+    assert divergences[0] == pytest.approx(0.0, abs=1e-5)
+    assert divergences[-1] > 1e-4
+    assert (run.report / "heads_accuracy.json").exists()

@@ -27,6 +27,7 @@ def test_heads_alone_and_then_both(
         f"train.hidden_states={hidden_states}",
         "train.medusa2.lora.rank=4",
         "train.trainer.learning_rate=0.0",
+        "train.trainer.activation_checkpointing=true",  # of the second stage
         WARM,
     ]
     loaded = write_recipe(tmp_path, base=base, rows=cyclic_rows(24), overrides=overrides)
