@@ -273,6 +273,7 @@ def test_adapters_beside_quantised_weights_learn_in_every_layer(
     for name, tensor in ups.items():
         assert tensor.abs().max() > 1e-4, name
     divergences = _lines(run.metrics, "base_kl")
-    assert divergences[0] == pytest.approx(0.0, abs=1e-5)
+    # LLM.int8 rounds the activations too, and not the same where there are gradients.
+    assert divergences[0] == pytest.approx(0.0, abs=1e-5 if quantization == "4bit" else 1e-2)
     assert divergences[-1] > 1e-4
     assert (run.report / "heads_accuracy.json").exists()
