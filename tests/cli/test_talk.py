@@ -111,7 +111,9 @@ def test_chat_keeps_the_conversation(
 
 def test_ctrl_c_ends_the_answer_and_not_the_chat(heads: Path) -> None:
     terminal, other = pty.openpty()
-    command = "from medusa_train.cli.evaluate import main; main()"
+    # A job in the background of a shell is started without Ctrl-C; one in a terminal is not.
+    command = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
+    command += "from medusa_train.cli.evaluate import main; main()"
     process = subprocess.Popen(
         [sys.executable, "-c", command, "chat", str(heads), "--max-new-tokens", "490"],
         stdin=other,

@@ -99,5 +99,6 @@ def test_a_finished_run_is_not_run_again(straight: tuple[Path, Path]) -> None:
         "hidden-states: up to date",
         "train: up to date",
         "accuracy: up to date",
+        "card: up to date",
     ]
     assert (directory / "run" / "metrics.jsonl").read_bytes() == before
