@@ -1,7 +1,8 @@
 """Which base model is it? A fingerprint from its files, without loading the weights.
 
 It covers the config without paths, the tensors' names, shapes and dtypes, and the first and last
-MiB of each weights file: a fine-tune, a conversion or another revision changes it, a copy does not.
+MiB of each weights file: a conversion, another revision or a fine-tune of all weights changes it, a
+copy does not, and neither does a change in the middle of a file alone.
 
 A base that was trained with its heads has the fingerprint that its heads name, made from the
 original's and from what was trained. A model that it was merged into keeps that in its config,

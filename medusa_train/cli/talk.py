@@ -9,6 +9,8 @@ from typing import Any
 
 import typer
 
+from medusa_train.errors import InputError
+
 EXIT = "/exit"
 
 
@@ -18,6 +20,8 @@ def generate(
     """Stream one answer to stdout and say on stderr what it took."""
     from medusa_train.answers import prompt_ids, write_answer
 
+    if not _is_text(prompt):
+        raise InputError("PROMPT: is not valid UTF-8; convert it first")
     if raw:
         ids = model.tokenizer(prompt)["input_ids"]
     else:
@@ -39,12 +43,17 @@ def chat(
     from medusa_train.answers import prompt_ids, write_answer
     from medusa_train.interrupts import interruptible
 
+    if system is not None and not _is_text(system):
+        raise InputError("--system: is not valid UTF-8; convert it first")
     messages = [] if system is None else [{"role": "system", "content": system}]
     # A base model without a template is refused before anything is typed.
     prompt_ids(model, [*messages, {"role": "user", "content": "?"}], chat_template=chat_template)
     typer.echo(f"{EXIT} leaves; Ctrl-C ends an answer", err=True)
     while (line := _read_line()) is not None:
         if not line.strip():
+            continue
+        if not _is_text(line):
+            typer.echo("that line is not valid UTF-8", err=True)
             continue
         messages.append({"role": "user", "content": line.strip()})
         with interruptible("ending the answer") as interrupt:
@@ -60,6 +69,15 @@ def chat(
             typer.echo(json.dumps(answer.facts()))
         else:
             typer.echo(answer.summary(), err=True)
+
+
+def _is_text(text: str) -> bool:
+    """Whether it has no bytes that Python could not read as UTF-8."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _streamer(model: Any) -> Any:

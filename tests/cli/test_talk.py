@@ -93,6 +93,18 @@ def test_generate_says_what_is_wrong(
     tree.write_text("[[0], [0, 0], [0, 0, 0], [0, 0, 0, 0]]")
     assert "has depth 4, but there are 3 heads" in error("generate", heads, "x", "--tree", tree)
     assert "has 512 positions; shorten it" in error("generate", heads, "a b " * 600)
+    assert "PROMPT: is not valid UTF-8" in error("generate", heads, "\udcff\udcfe abc")
+    assert "--system: is not valid UTF-8" in error("chat", heads, "--system", "\udcff")
+
+
+def test_chat_goes_on_after_a_line_that_is_no_text(
+    heads: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("\udcff\udcfe\nName a metal.\n/exit\n"))
+    code, out, err = _call("chat", heads, "--max-new-tokens", 4, "--json", capsys=capsys)
+    assert code == 0
+    assert len(out.splitlines()) == 1
+    assert "that line is not valid UTF-8" in err
 
 
 def test_chat_keeps_the_conversation(
