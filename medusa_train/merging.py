@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from medusa_train.base_model.changed import is_adapters
 from medusa_train.base_model.fingerprint import base_fingerprint
 from medusa_train.base_model.load import load_tokenizer
 from medusa_train.base_model.trained import write_trained_base
@@ -82,6 +83,5 @@ def merge_run(
         load_tokenizer(
             name, revision=revision, trust_remote_code=trust_remote_code
         ).save_pretrained(temporary)
-    is_adapters = (trained / "adapter_config.json").exists()
-    kind = "adapters" if is_adapters else "weights"
+    kind = "adapters" if is_adapters(trained) else "weights"
     return {"output": str(output), "fingerprint": identity.fingerprint, "kind": kind}

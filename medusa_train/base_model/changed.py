@@ -2,30 +2,29 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 from typing import Any
 
+from medusa_train.base_model.adapters import CONFIG_FILE, WEIGHTS_FILE
 from medusa_train.base_model.fingerprint import base_fingerprint
 from medusa_train.errors import InputError
 from medusa_train.json_values import fingerprint, read_json
 from medusa_train.run_dir import RunDir, file_fingerprint
 
-ADAPTER_CONFIG = "adapter_config.json"
-_ADAPTER_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
+_ADAPTER_WEIGHTS = (WEIGHTS_FILE, "adapter_model.bin")
 
 
 def changed_directory(run: RunDir) -> Path | None:
     """The changed base of a run: its adapters, or else its whole model; None: there is neither."""
-    for name, file in (("adapters", ADAPTER_CONFIG), ("base", "config.json")):
-        if (run.root / name / file).exists():
-            return run.root / name
+    for directory, file in ((run.adapters, CONFIG_FILE), (run.base, "config.json")):
+        if (directory / file).exists():
+            return directory
     return None
 
 
 def is_adapters(directory: Path) -> bool:
     """Whether it holds adapters rather than a model."""
-    return (directory / ADAPTER_CONFIG).exists()
+    return (directory / CONFIG_FILE).exists()
 
 
 def changed_fingerprint(directory: Path) -> str:
@@ -55,17 +54,13 @@ def check_changed(directory: Path) -> None:
     """Refuse what is no changed model, before weights are loaded.
 
     Raises:
-        InputError: no such directory, nothing in it, or adapters without peft.
+        InputError: no such directory, or nothing in it.
     """
     if not directory.is_dir():
         raise InputError(
             f"{directory}: no such directory; give a model's, or one of adapters that peft reads"
         )
     changed_fingerprint(directory)
-    if is_adapters(directory) and importlib.util.find_spec("peft") is None:
-        raise InputError(
-            f"{directory}: holds adapters, and the package peft is not installed; pip install peft"
-        )
 
 
 def adapter_config(directory: Path) -> dict[str, Any]:
@@ -74,7 +69,7 @@ def adapter_config(directory: Path) -> dict[str, Any]:
     Raises:
         InputError: it is missing or no JSON object.
     """
-    path = directory / ADAPTER_CONFIG
+    path = directory / CONFIG_FILE
     config = read_json(path)
     if not isinstance(config, dict):
         raise InputError(f"{path}: must be a JSON object, got {type(config).__name__}")
