@@ -7,6 +7,10 @@
 Prints the acceptance length of each top-1 chain, and the ratio of the second's gain to the first's:
 a gain is the acceptance length less the one token that a plain step gives. The 95 % interval of the
 ratio is paired: each resample of the conversations is taken from both.
+
+``--trees FIRST SECOND`` walks a tree of each instead (``medusa_choices.json``). ``--own-answers``:
+the texts are the two base models' own answers to the same prompts in the same order (Medusa-2
+changes the base), and conversations are paired by their place in the file.
 """
 
 from __future__ import annotations
@@ -23,27 +27,42 @@ from medusa_train.errors import InputError
 from medusa_train.evaluate.accuracy import bootstrap_weights, num_accepted, walk
 from medusa_train.evaluate.ranks import Ranks, read_ranks
 from medusa_train.evaluate.tables import counted, interval, number
+from medusa_train.evaluate.tree import num_accepted_by
+from medusa_train.medusa_model import read_tree
+from medusa_train.tree.topology import Tree
 
 
-def compare(first: Ranks, second: Ranks, *, num_bootstrap: int, seed: int) -> dict[str, Any]:
-    """The figures of both chains, and of the ratio of their gains.
+def compare(
+    first: Ranks,
+    second: Ranks,
+    *,
+    num_bootstrap: int,
+    seed: int,
+    trees: tuple[Tree, Tree] | None = None,
+    own_answers: bool = False,
+) -> dict[str, Any]:
+    """The figures of both chains or trees, and of the ratio of their gains.
 
     Args:
         first: ranks of the heads that the others are measured against.
         second: ranks of the other heads.
         num_bootstrap: resamples of the conversations.
         seed: of the resampling.
+        trees: to walk, of the first and of the second; None walks the top-1 chains.
+        own_answers: the texts are two answers to each prompt, paired by their place.
 
     Raises:
-        InputError: the ranks are not of the same answers, or the first chain gains nothing.
+        InputError: the ranks are not of the same answers, or the first heads gain nothing.
     """
-    texts = [ranks.metadata.get("data_fingerprint") for ranks in (first, second)]
-    places = ("conversation", "position", "span")
-    if texts[0] != texts[1] or not all(
-        torch.equal(getattr(first, name), getattr(second, name)) for name in places
-    ):
-        raise InputError("the two files hold the ranks of different texts; measure on the same one")
-    chains = [walk(num_accepted(ranks), ranks) for ranks in (first, second)]
+    if own_answers:
+        _check_numbers(first, second)
+    else:
+        _check_texts(first, second)
+    if trees is None:
+        chains = [walk(num_accepted(ranks), ranks) for ranks in (first, second)]
+    else:
+        both = zip(trees, (first, second), strict=True)
+        chains = [walk(num_accepted_by(tree, ranks), ranks) for tree, ranks in both]
     weights = bootstrap_weights(len(chains[0].numerator), num_bootstrap=num_bootstrap, seed=seed)
     # [2] gains, and [2, num_bootstrap] gains of the resamples.
     gains = [chain.numerator.sum() / chain.denominator.sum() - 1 for chain in chains]
@@ -55,6 +74,7 @@ def compare(first: Ranks, second: Ranks, *, num_bootstrap: int, seed: int) -> di
     return {
         "num_conversations": len(chains[0].numerator),
         "num_positions": len(first.ranks),
+        "walks": "chains" if trees is None else "trees",
         "chains": [
             {"acceptance_length": chain.value, "ci95": chain.interval(weights)} for chain in chains
         ],
@@ -63,11 +83,38 @@ def compare(first: Ranks, second: Ranks, *, num_bootstrap: int, seed: int) -> di
     }
 
 
+def _check_texts(first: Ranks, second: Ranks) -> None:
+    texts = [ranks.metadata.get("data_fingerprint") for ranks in (first, second)]
+    places = ("conversation", "position", "span")
+    if texts[0] != texts[1] or not all(
+        torch.equal(getattr(first, name), getattr(second, name)) for name in places
+    ):
+        raise InputError(
+            "the two files hold the ranks of different texts; measure on the same one, or give "
+            "--own-answers if they answer the same prompts"
+        )
+
+
+def _check_numbers(first: Ranks, second: Ranks) -> None:
+    numbers = [int(ranks.conversation.max()) + 1 for ranks in (first, second)]
+    if numbers[0] != numbers[1]:
+        raise InputError(
+            f"the two files hold the ranks of {numbers[0]} and {numbers[1]} conversations; "
+            "--own-answers pairs them by their place, so none may be missing"
+        )
+
+
 def main() -> None:
     """Read two files and print the comparison."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("first", type=Path, help="ranks.safetensors to compare with")
     parser.add_argument("second", type=Path, help="ranks.safetensors of the other heads")
+    parser.add_argument(
+        "--trees", type=Path, nargs=2, metavar=("FIRST", "SECOND"), help="walk these, not chains"
+    )
+    parser.add_argument(
+        "--own-answers", action="store_true", help="two bases' answers to the same prompts"
+    )
     parser.add_argument("--num-bootstrap", type=int, default=10_000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
@@ -78,6 +125,8 @@ def main() -> None:
             read_ranks(options.second),
             num_bootstrap=options.num_bootstrap,
             seed=options.seed,
+            trees=tuple(map(read_tree, options.trees)) if options.trees else None,
+            own_answers=options.own_answers,
         )
     except InputError as error:
         parser.error(str(error))

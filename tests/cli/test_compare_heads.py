@@ -109,3 +109,28 @@ def test_what_cannot_be_compared_is_refused(
     first = _write(tmp_path / "first", hits, text=text)
     second = _write(tmp_path / "second", [[1, 0, 0, 0]])
     assert message in refusal(first, second)
+
+
+def test_own_answers_are_paired_by_their_place(
+    tmp_path: Path, compare: Callable[..., str], refusal: Callable[..., str]
+) -> None:
+    """Texts of other lengths: 8 tokens in 7 steps against 6 tokens in 4."""
+    first = _write(tmp_path / "first", [[1, 0, 0, 0], [0, 0, 0, 0]], text="first")
+    second = _write(tmp_path / "second", [[1, 0, 0], [1, 0, 0]], text="second")
+    report = json.loads(compare(first, second, "--own-answers", "--json"))
+    assert report["gain_ratio"] == pytest.approx((6 / 4 - 1) / (8 / 7 - 1))
+    fewer = _write(tmp_path / "fewer", [[1, 0, 0]], text="fewer")
+    message = refusal(first, fewer, "--own-answers")
+    assert "the ranks of 2 and 1 conversations" in message
+
+
+def test_a_tree_of_each_is_walked(tmp_path: Path, compare: Callable[..., str]) -> None:
+    """A tree with the second candidate alone gets nothing of tokens that are ranked first."""
+    path = _write(tmp_path / "ranks", [[1, 0, 0, 0], [0, 0, 0, 0]])
+    trees = [tmp_path / "first.json", tmp_path / "second.json"]
+    for tree, paths in zip(trees, ("[[0]]", "[[1]]"), strict=True):
+        tree.write_text(paths, encoding="utf-8")
+    report = json.loads(compare(path, path, "--trees", *trees, "--json"))
+    assert report["walks"] == "trees"
+    lengths = [chain["acceptance_length"] for chain in report["chains"]]
+    assert lengths == pytest.approx([8 / 7, 1.0])
