@@ -31,6 +31,9 @@ SLICE_ROWS = 128
 ROW_STEP, COLUMN_STEP = 64, 1_024
 """A CPU's library keeps code and memory for every shape of a product, so there are only a few."""
 
+FEWEST_COLUMNS = 1 << 14
+"""Of fewer columns none is left out: choosing them would cost more than their products."""
+
 _MAGNITUDE = 0x7FFF
 """All bits of a bf16 but its sign; as whole numbers they have the order of the magnitudes."""
 
@@ -56,7 +59,8 @@ def add_products(
         leaves_out: whether small gradients may be left out; only for rows that add up to zero.
         memory: large tensors of an earlier call, used again.
     """
-    if not leaves_out or slopes.dtype != torch.bfloat16 or slopes.device.type != "cpu":
+    is_fast = slopes.dtype == torch.bfloat16 and slopes.device.type == "cpu"
+    if not (leaves_out and is_fast and slopes.shape[1] >= FEWEST_COLUMNS):
         if grad_hidden is not None:
             grad_hidden.copy_(slopes @ weight)
         if grad_weight is not None:

@@ -28,6 +28,9 @@ IGNORE = -100
 CHUNK_ELEMENTS = 1 << 25
 """Logits of one chunk when no chunk size is given: many rows make fast products."""
 
+_HOPELESS = 1e-30
+"""A probability below this has few bits in fp32, or none."""
+
 
 def label_offset(k: int) -> int:
     """How far ahead of its source position head ``k`` (0-based) predicts: t → t + 2 + k.
@@ -137,24 +140,28 @@ def chunked_cross_entropy(
     return HeadLoss(loss_sum, ranks)
 
 
-def ranks_of(logits: Tensor, labels: Tensor) -> Tensor:
+def ranks_of(logits: Tensor, labels: Tensor, *, scratch: Tensor | None = None) -> Tensor:
     """The rank of each true token: tokens with a greater logit plus equal ones with a smaller id.
 
     Args:
         logits: [N, V], fp32 where exact ranks matter.
         labels: [N] int64 in [0, V).
+        scratch: [N, V] fp32 or fp64, overwritten; None takes fresh memory.
 
     Returns:
         [N] int64; 0 is the token that an argmax would choose.
     """
     true = logits.gather(1, labels[:, None])
-    greater = (logits > true).sum(dim=1)
-    equal = logits == true
+    if scratch is None:
+        scratch = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
+    # Ones that are floats: a CPU adds them up in a thirtieth of the time of truth values.
+    greater = torch.gt(logits, true, out=scratch).sum(dim=1).long()
+    not_less = torch.ge(logits, true, out=scratch).sum(dim=1).long()
     # Ties are rare in fp32, so look at the rows that have one only.
-    tied = (equal.sum(dim=1) > 1).nonzero().squeeze(1)
+    tied = (not_less - greater > 1).nonzero().squeeze(1)
     if tied.numel():
         ids = torch.arange(logits.shape[1], device=logits.device)
-        before = equal[tied] & (ids[None, :] < labels[tied, None])
+        before = (logits[tied] == true[tied]) & (ids[None, :] < labels[tied, None])
         greater[tied] += before.sum(dim=1)
     return greater
 
@@ -291,12 +298,12 @@ def _logits_to_gradient(
             values.copy_(adjust.apply(values))
             slopes = adjust.slope(values)
         if num_ranked:
-            ranks.append(ranks_of(values[:, :num_ranked], labels[rows]))
+            scratch = gradient[:, :num_ranked]
+            ranks.append(ranks_of(values[:, :num_ranked], labels[rows], scratch=scratch))
         # A CPU's own exp is twenty times slower where results are denormal; softmax's is not.
         torch.softmax(values, dim=1, out=gradient)
-        # The greatest probability is never zero, so this is exact for hopeless tokens too.
-        log_totals = values.amax(dim=1) - gradient.amax(dim=1).log()
         true = labels[rows, None]
+        log_totals = _log_totals(values, gradient, true)
         loss += (1.0 - soft_share) * (log_totals - values.gather(1, true)[:, 0]).sum()
         if targets is not None:
             loss += targets.mix(values.sub_(log_totals[:, None]), gradient, rows=rows)
@@ -307,3 +314,18 @@ def _logits_to_gradient(
             grad_bias += gradient.sum(dim=0)
         logits[rows] = gradient
     return loss
+
+
+def _log_totals(values: Tensor, probabilities: Tensor, true: Tensor) -> Tensor:
+    """[n] log Σ exp of logits [n, V], from their softmax and the true tokens [n, 1].
+
+    A token's logit less the log of its probability, whichever token: the true one's is at hand. Of
+    one that is hopeless the probability has no bits left, and then the most likely token serves.
+    """
+    chosen = probabilities.gather(1, true)[:, 0]
+    totals = values.gather(1, true)[:, 0] - chosen.log()
+    hopeless = (chosen < _HOPELESS).nonzero().squeeze(1)
+    if hopeless.numel():
+        greatest = probabilities[hopeless].amax(dim=1)
+        totals[hopeless] = values[hopeless].amax(dim=1) - greatest.log()
+    return totals

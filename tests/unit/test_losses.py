@@ -10,7 +10,13 @@ from torch import Tensor
 
 from medusa_train.base_model.features import LogitRule
 from medusa_train.loss_memory import LossMemory
-from medusa_train.loss_products import SLICE_ROWS, SMALLEST, add_products, large_columns
+from medusa_train.loss_products import (
+    FEWEST_COLUMNS,
+    SLICE_ROWS,
+    SMALLEST,
+    add_products,
+    large_columns,
+)
 from medusa_train.loss_targets import StoredTeacher, Teacher
 from medusa_train.losses import (
     CHUNK_ELEMENTS,
@@ -409,22 +415,32 @@ def test_divergence_from_oneself_is_zero_and_so_are_its_gradients(
     assert gradient.abs().max() < 1e-3
 
 
-def test_nothing_is_left_out_of_bf16_where_that_is_said() -> None:
-    slopes = torch.full((4, 2_000), SMALLEST / 4, dtype=torch.bfloat16)
-    hidden, weight = torch.ones(4, 3, dtype=torch.bfloat16), torch.ones(2_000, 3)
-    weight = weight.to(torch.bfloat16)
-    for leaves_out, expected in ((True, 0.0), (False, 2_000 * SMALLEST / 4)):
-        grad_hidden = torch.zeros(4, 3)
-        grad_weight = torch.zeros(2_000, 3)
-        add_products(
-            slopes,
-            hidden,
-            weight,
-            grad_hidden=grad_hidden,
-            grad_weight=grad_weight,
-            leaves_out=leaves_out,
-        )
-        assert grad_hidden[0, 0].item() == pytest.approx(expected, rel=1e-2)
+@pytest.mark.parametrize(
+    ("num_columns", "leaves_out", "is_left_out"),
+    [
+        (FEWEST_COLUMNS, True, True),
+        (FEWEST_COLUMNS, False, False),
+        (FEWEST_COLUMNS - 1, True, False),
+    ],
+)
+def test_nothing_is_left_out_of_few_columns_or_where_that_is_said(
+    num_columns: int, leaves_out: bool, is_left_out: bool
+) -> None:
+    slopes = torch.full((4, num_columns), SMALLEST / 4, dtype=torch.bfloat16)
+    hidden = torch.ones(4, 3, dtype=torch.bfloat16)
+    weight = torch.ones(num_columns, 3, dtype=torch.bfloat16)
+    grad_hidden, grad_weight = torch.zeros(4, 3), torch.zeros(num_columns, 3)
+    add_products(
+        slopes,
+        hidden,
+        weight,
+        grad_hidden=grad_hidden,
+        grad_weight=grad_weight,
+        leaves_out=leaves_out,
+    )
+    expected = 0.0 if is_left_out else SMALLEST / 4
+    assert grad_hidden[0, 0].item() == pytest.approx(num_columns * expected, rel=1e-2)
+    assert grad_weight[0, 0].item() == pytest.approx(4 * expected, rel=1e-2)
 
 
 def _stored_divergence(log_q: Tensor, log_p: Tensor, ids: Tensor, kind: str) -> Tensor:
