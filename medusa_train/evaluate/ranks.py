@@ -28,6 +28,7 @@ from medusa_train.data.examples import valid_pairs
 from medusa_train.errors import InputError
 from medusa_train.heads.model import MedusaHeads, num_candidate_rows
 from medusa_train.hidden_states.online import length_batches, states_of_rows
+from medusa_train.host_memory import freed_memory_kept
 from medusa_train.losses import IGNORE, ranks_of
 from medusa_train.run_dir import atomic_path
 
@@ -120,7 +121,7 @@ def compute_ranks(
     ranker = _Ranker(base, heads)
     ranks: list[Tensor] = [torch.empty(0)] * len(conversations)
     lengths = [len(row.input_ids) for row in conversations]
-    with progress("accuracy", len(conversations)) as bar:
+    with freed_memory_kept(), progress("accuracy", len(conversations)) as bar:
         for batch in length_batches(lengths, max_tokens=MAX_BATCH_TOKENS):
             states = states_of_rows(
                 base.model,

@@ -38,6 +38,7 @@ from medusa_train.hidden_states.shards import (
     plan_shards,
     row_bytes,
 )
+from medusa_train.host_memory import freed_memory_kept
 from medusa_train.json_values import read_json
 from medusa_train.run_dir import atomic_path, write_json
 
@@ -88,7 +89,7 @@ def build_cache(
     mine = plan[process_index::num_processes]
     missing = [shard for shard in mine if not (directory / shard.name).exists()]
     total, left = (sum(shard.num_positions for shard in shards) for shards in (mine, missing))
-    with progress("hidden states", total, done=total - left) as bar:
+    with freed_memory_kept(), progress("hidden states", total, done=total - left) as bar:
         for shard in missing:
             rows = conversations[shard.first : shard.first + len(shard.offsets) - 1]
             tensors = _compute(model, rows, dtype=dtype, with_last=with_last)

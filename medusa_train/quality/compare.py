@@ -22,6 +22,7 @@ from medusa_train.data.examples import valid_pairs
 from medusa_train.distill.sampling import greedy
 from medusa_train.evaluate.quality import Drift
 from medusa_train.hidden_states.online import length_batches, states_of_rows
+from medusa_train.host_memory import freed_memory_kept
 from medusa_train.quality.pair import SIDES, Pair, Side
 
 MAX_BATCH_TOKENS = 4_096
@@ -44,7 +45,7 @@ def measure_drift(pair: Pair, conversations: Sequence[Conversation]) -> Drift:
     texts = [text for text in texts if len(text.positions)]
     assert texts, "there is something to measure on"
     found: list[_Rows] = [(torch.empty(0),) * 4] * len(texts)
-    with progress("drift", len(texts)) as bar:
+    with freed_memory_kept(), progress("drift", len(texts)) as bar:
         lengths = [len(text.ids) for text in texts]
         for batch in length_batches(lengths, max_tokens=MAX_BATCH_TOKENS):
             states = {side: _states(pair, side, [texts[i] for i in batch]) for side in SIDES}
