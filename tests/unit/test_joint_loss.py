@@ -19,6 +19,8 @@ from tests.training_for_tests import conversation, cyclic_rows
 from tests.unit.test_joint_training import FULL, LORA, trainer_of
 
 ROWS = [*cyclic_rows(3), conversation(range(5, 35), [(0, 9), (12, 13), (15, 30)], name="turns")]
+EXACT = 1e-6
+"""The relative difference that is allowed: norms compute in float32 whatever the model's type."""
 
 
 @pytest.mark.parametrize("kind", ["constant", "linear", "sine"])
@@ -31,6 +33,15 @@ def test_the_schedule_equals_plain_loops(kind: str, share: float, delay: float) 
         )
         assert schedule.at(step, num_steps=40) == pytest.approx(expected, abs=1e-12)
     assert schedule.at(0, num_steps=40) == (0.3 if kind == "constant" and not delay else 0.0)
+
+
+def _in_float64(trainer: HeadsTrainer) -> None:
+    """So that what is compared is the formula, not the rounding."""
+    module = trainer.module.double()
+    module.compute_dtype = torch.float64
+    assert module.joint is not None
+    if module.joint.original is not None:
+        module.joint.original.double()
 
 
 def _move(trainer: HeadsTrainer) -> None:
@@ -58,16 +69,19 @@ def test_the_objective_equals_plain_loops(
         "train.medusa2.head_loss_schedule=linear", "heads.num_heads=2",
         *(["train.medusa2.lora.dropout=0.0"] if kind == "lora" else []),
     )  # fmt: skip
+    _in_float64(trainer)
     _move(trainer)
     trainer.state.max_steps, trainer.state.global_step = 10, 4
     [batch] = list(trainer.get_train_dataloader())
     pairs = trainer._get_num_items_in_batch([batch], torch.device("cpu"))
-    loss = trainer.compute_loss(trainer.module.train(), batch, num_items_in_batch=pairs)
+    module = trainer.module.train()
+    loss = trainer.compute_loss(module, batch, num_items_in_batch=pairs)
+    alone = module(**batch, num_pairs=pairs, head_loss_weight=0.0)["loss"]
 
-    assert trainer.module.joint is not None
-    model = trainer.module.joint.model.eval()
-    heads: Any = trainer.module.heads
-    original = workspace.base.model
+    assert module.joint is not None
+    model = module.joint.model.eval()
+    heads: Any = module.heads
+    original = workspace.base.model.double()
     ours, theirs, labels = [], [], []
     head_logits: list[list[list[float]]] = [[], []]
     head_labels: list[list[int]] = []
@@ -96,7 +110,10 @@ def test_the_objective_equals_plain_loops(
         joint.divergence(theirs, ours) if base_loss == "kl" else joint.next_token_loss(ours, labels)
     )
     head_term = reference.medusa1_loss(head_logits, head_labels, decay=0.8)
-    assert loss.item() == pytest.approx(base_term + 0.7 * 0.4 * head_term, rel=1e-5)
+    assert loss.dtype == torch.float64
+    assert alone.item() == pytest.approx(base_term, rel=EXACT)
+    assert (loss - alone).item() == pytest.approx(0.7 * 0.4 * head_term, rel=EXACT)
+    assert loss.item() == pytest.approx(base_term + 0.7 * 0.4 * head_term, rel=EXACT)
     assert base_term > 1e-3
 
 
@@ -109,6 +126,7 @@ def test_a_head_learns_from_the_original_at_its_target(tmp_path: Path) -> None:
         "train.medusa2.head_loss_schedule=constant", "train.medusa2.head_loss_weight=1.0",
         "heads.num_heads=1",
     )  # fmt: skip
+    _in_float64(trainer)
     _move(trainer)
     [batch] = list(trainer.get_train_dataloader())
     pairs = trainer._get_num_items_in_batch([batch], torch.device("cpu"))
@@ -118,11 +136,12 @@ def test_a_head_learns_from_the_original_at_its_target(tmp_path: Path) -> None:
     assert module.joint is not None
     terms = []
     heads: Any = module.heads
+    original = workspace.base.model.double()
     with torch.no_grad():
         for row in rows:
             ids = torch.tensor([row.input_ids])
             states = module.joint.model.model(ids).last_hidden_state[0]
-            theirs = workspace.base.model(ids).logits[0]
+            theirs = original(ids).logits[0]
             start, end = row.assistant_spans[0]
             for t in range(start - 1, end - 2):
                 block, projection = heads[0]
@@ -131,7 +150,7 @@ def test_a_head_learns_from_the_original_at_its_target(tmp_path: Path) -> None:
                 log_p = (projection.weight @ x).log_softmax(dim=0)
                 terms.append(-(theirs[t + 1].softmax(dim=0) * log_p).sum().item())
     expected = 0.8 * sum(terms) / len(terms)
-    assert (whole["loss"] - outputs["loss"]).item() == pytest.approx(expected, rel=1e-4)
+    assert (whole["loss"] - outputs["loss"]).item() == pytest.approx(expected, rel=EXACT)
 
 
 @pytest.mark.parametrize("scale", [1.0, 0.25, 0.0])
@@ -162,6 +181,7 @@ def test_the_original_is_the_base_at_the_start(tmp_path: Path, architecture: str
     module = trainer.module.train()
     outputs = module(**batch, num_pairs=pairs)
     assert abs(outputs["base_loss_sum"].item()) / pairs[-1].item() < 1e-6
+    _in_float64(trainer)
     _move(trainer)
     module.eval()
     moved = module(**batch, num_pairs=pairs)["base_loss_sum"].item() / pairs[-1].item()
@@ -176,7 +196,7 @@ def test_the_original_is_the_base_at_the_start(tmp_path: Path, architecture: str
             start, end = row.assistant_spans[0]
             rows = slice(start - 1, end - 1)
             terms.append((theirs[rows].exp() * (theirs[rows] - ours[rows])).sum(dim=-1))
-    assert moved == pytest.approx(torch.cat(terms).mean().item(), rel=1e-4)
+    assert moved == pytest.approx(torch.cat(terms).mean().item(), rel=EXACT)
     assert moved > 1e-3
 
 
