@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import TrainerState
-from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from medusa_train.base_model.changed import changed_directory, check_changed
 from medusa_train.base_model.load import load_dtype
@@ -31,7 +28,7 @@ from medusa_train.evaluate.tree_report import remove_tree
 from medusa_train.export_options import TREE_TARGETS, ExportChoices
 from medusa_train.exporting import export_heads
 from medusa_train.generation import generate
-from medusa_train.heads.checkpoint import SPEC_FILE, load_heads, read_spec
+from medusa_train.heads.checkpoint import load_heads, read_spec
 from medusa_train.hidden_states.cache import build_cache
 from medusa_train.json_values import read_json
 from medusa_train.medusa_model import MedusaModel
@@ -39,18 +36,13 @@ from medusa_train.merging import merge_run
 from medusa_train.quality.measure import compare_models
 from medusa_train.quality.options import QualityOptions
 from medusa_train.quality.subject import subject_of_run
-from medusa_train.recipe.schema import DistillSection, Recipe
-from medusa_train.run_dir import RunDir, write_json
+from medusa_train.recipe.schema import DistillSection
+from medusa_train.run_dir import write_json
 from medusa_train.stages import EXPORTS_FILE, Workspace
 from medusa_train.step_latency import step_kind, step_latency
-from medusa_train.train.build import build_trainer
-from medusa_train.train.checkpoints import last_checkpoint
-from medusa_train.train.result import save_result
-from medusa_train.train.trainer import HeadsTrainer
+from medusa_train.training_stage import train
 from medusa_train.tree.latency import LatencyCurve
 
-# Of a recipe's base, what decides which weights are read.
-_LOADING_KEYS = frozenset({"revision", "dtype", "trust_remote_code"})
 _ON_ALL_PROCESSES = frozenset({"distill", "hidden-states", "train"})
 
 
@@ -60,7 +52,7 @@ def run_stage(stage: str, workspace: Workspace) -> Mapping[str, Any]:
         "data": _import_data,
         "distill": _distill,
         "hidden-states": _hidden_states,
-        "train": _train,
+        "train": train,
         "accuracy": _accuracy,
         "tree": _tree,
         "quality": _quality,
@@ -159,89 +151,6 @@ def _hidden_states(workspace: Workspace) -> Mapping[str, Any]:
             wait=wait_for_all,
         )
     return {}
-
-
-def _train(workspace: Workspace) -> Mapping[str, Any]:
-    run, data = workspace.run, workspace.data
-    if workspace.evaluates_while_training and not data.eval:
-        raise InputError(
-            "train.trainer.eval_strategy: no conversation is held out to evaluate on; raise "
-            "data.eval_fraction, or set eval_strategy to 'no'"
-        )
-    recipe = workspace.recipe
-    heads = _warm_up(workspace) if recipe.train.joint and recipe.train.joint.warm_up else None
-    if heads is not None:
-        section = recipe.heads.model_copy(update={"init_from": str(heads)})
-        recipe = recipe.model_copy(update={"heads": section})
-    base, original = (
-        workspace.joint_base() if recipe.train.joint else (workspace.training_base(), None)
-    )
-    trainer = build_trainer(
-        recipe, base=base, data=data, run=run, run_name=workspace.loaded.name, original=original
-    )
-    _fit(trainer, run)
-    # Models that are loaded from here on are not the training's, and are not sharded.
-    unset_hf_deepspeed_config()
-    save_result(
-        trainer,
-        run,
-        original=recipe.base_model.model_dump(include={"name_or_path", *_LOADING_KEYS}),
-        tokenizer=base.tokenizer,
-    )
-    if not recipe.train.keep_hidden_states:
-        on_main(lambda: shutil.rmtree(run.hidden_states, ignore_errors=True))
-    result = trainer.guarded_checkpoint()
-    return {
-        "steps": trainer.state.global_step,
-        "seed": trainer.args.seed,
-        "processes": num_processes(),
-        "logit_rule": asdict(base.logit_rule),
-        **({} if result is None else {"result": result.name}),
-        **_best(trainer.state, recipe),
-    }
-
-
-def _fit(trainer: HeadsTrainer, run: RunDir) -> None:
-    checkpoint = last_checkpoint(run.checkpoints)
-    if checkpoint is not None:
-        log(f"going on from {checkpoint}")
-    trainer.fit(checkpoint)
-
-
-def _warm_up(workspace: Workspace) -> Path:
-    """Train the heads alone, where that is not done yet; return their directory."""
-    recipe, run = workspace.recipe, workspace.run.warm_up
-    joint = recipe.train.joint
-    assert joint is not None
-    assert joint.warm_up is not None
-    if on_main((run.heads / SPEC_FILE).exists):
-        log("warm-up: done")
-        return run.heads
-    log("warm-up: the heads alone")
-    block = {**recipe.train.trainer, **joint.warm_up.trainer}
-    # A frozen base keeps no activations.
-    kept = {key: value for key, value in block.items() if "_checkpointing" not in key}
-    alone = recipe.train.model_copy(update={"method": "medusa1", "medusa2": None, "trainer": kept})
-    base = workspace.training_base()
-    trainer = build_trainer(
-        recipe.model_copy(update={"train": alone}),
-        base=base,
-        data=workspace.data,
-        run=run,
-        run_name=f"{workspace.loaded.name} warm-up",
-    )
-    _fit(trainer, run)
-    save_result(trainer, run, original={}, tokenizer=base.tokenizer)
-    unset_hf_deepspeed_config()
-    return run.heads
-
-
-def _best(state: TrainerState, recipe: Recipe) -> Mapping[str, Any]:
-    """The checkpoint that was best on the held-out text, if there was evaluation."""
-    if state.best_global_step is None or state.best_metric is None:
-        return {}
-    name = recipe.train.trainer.get("metric_for_best_model", "acceptance_length")
-    return {"best_step": state.best_global_step, f"best_{name}": state.best_metric}
 
 
 def _facts(workspace: Workspace) -> dict[str, str]:

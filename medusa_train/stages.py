@@ -44,6 +44,7 @@ from medusa_train.json_values import fingerprint
 from medusa_train.recipe.deepspeed_block import read_deepspeed, zero_stage
 from medusa_train.recipe.load import LoadedRecipe
 from medusa_train.recipe.schema import HeadsSection, TrainSection
+from medusa_train.recipe.section import Section
 from medusa_train.run_dir import (
     RunDir,
     file_fingerprint,
@@ -53,7 +54,9 @@ from medusa_train.train.build_joint import needs_original, trained_in_float32
 from medusa_train.trained_base import load_trained_base
 
 # Keys of a recipe that came after runs were fingerprinted without them.
-_LATER_KEYS = frozenset({"hidden_states_dtype", "init_from", "medusa2"})
+_LATER_KEYS = frozenset(
+    {"hidden_states_dtype", "init_from", "medusa2", "num_rollbacks", "lower_learning_rate_by"}
+)
 
 EXPORTS_FILE = "exports.json"
 """In ``exports/``: what was exported; written last."""
@@ -358,10 +361,18 @@ def _later_fingerprint(stage: str, workspace: Workspace, *, text: list[Any]) -> 
 def _deciding(section: HeadsSection | TrainSection) -> dict[str, Any]:
     """The keys that decide the heads; a later one only where it is set, for the runs before it."""
     kept = section.model_dump(exclude={"keep_hidden_states", "hidden_states_ram"})
-    for name in _LATER_KEYS & kept.keys():
-        if kept[name] == type(section).model_fields[name].default:
-            del kept[name]
+    _drop_later(section, kept)
     return kept
+
+
+def _drop_later(section: Section, values: dict[str, Any]) -> None:
+    """Drop from its ``values`` the later keys of a section that are not set, at any depth."""
+    for name, field in type(section).model_fields.items():
+        value = getattr(section, name)
+        if name in _LATER_KEYS and value == field.default:
+            values.pop(name, None)
+        elif isinstance(value, Section):
+            _drop_later(value, values[name])
 
 
 def _quality_fingerprint(workspace: Workspace, text: list[Any]) -> str | None:

@@ -7,7 +7,14 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from medusa_train.recipe.section import Count, Positive, Probability, Section, Text
+from medusa_train.recipe.section import (
+    Count,
+    CountOrOff,
+    Positive,
+    Probability,
+    Section,
+    Text,
+)
 from medusa_train.recipe.trainer_block import check_trainer
 from medusa_train.recipe.yaml_reader import Key
 
@@ -49,10 +56,17 @@ class GuardSection(Section):
     max_kl: Positive
     """Limit of the held-out KL(original ‖ trained base), in nats per token."""
     lower_by: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.5
-    """The heads' weight is multiplied by this at each evaluation above the limit."""
+    """The heads' weight is multiplied by this at each evaluation above the limit, and where
+    training goes on after a rollback."""
     patience: Count = 3
-    """Training stops after so many evaluations in a row above the limit; the result is then the
-    last checkpoint below it."""
+    """After so many evaluations in a row above the limit training goes back, or stops with the
+    last checkpoint below it as the result."""
+    num_rollbacks: CountOrOff = 0
+    """How often training goes back to the last checkpoint below the limit, and on from there with
+    less weight of the heads and lower learning rates, before it stops."""
+    lower_learning_rate_by: Probability = 0.5
+    """The learning rates of base and heads are multiplied by this at each rollback; 1 leaves them.
+    For `num_rollbacks`."""
 
 
 class Medusa2Section(Section):
@@ -122,10 +136,24 @@ def _training_mistakes(value: Mapping[str, Any], own: Mapping[str, Any]) -> Iter
     for name, message in check_trainer(_section(_section(own, "warm_up"), "trainer")):
         yield (*_WHERE, "warm_up", "trainer", name), message
     if isinstance(own.get("guard"), dict):
-        if str(trainer.get("eval_strategy", "no")) == "no":
-            yield (*_WHERE, "guard"), "needs train.trainer.eval_strategy: steps, or epoch"
-        if _section(value, "data").get("eval_fraction") == 0:
-            yield (*_WHERE, "guard"), "needs held-out conversations; raise data.eval_fraction"
+        yield from _guard_mistakes(value, own["guard"])
+
+
+def _guard_mistakes(value: Mapping[str, Any], guard: Mapping[str, Any]) -> Iterator[Wrong]:
+    """Whether there is something to judge by, and to go back to."""
+    where = (*_WHERE, "guard")
+    trainer = _section(_section(value, "train"), "trainer")
+    if str(trainer.get("eval_strategy", "no")) == "no":
+        yield where, "needs train.trainer.eval_strategy: steps, or epoch"
+    if str(trainer.get("save_strategy", "steps")) not in {"steps", "epoch"}:
+        yield where, "needs checkpoints; set train.trainer.save_strategy: steps, or epoch"
+    if _section(value, "data").get("eval_fraction") == 0:
+        yield where, "needs held-out conversations; raise data.eval_fraction"
+    default = GuardSection.model_fields["lower_learning_rate_by"].default
+    is_set = guard.get("lower_learning_rate_by", default) != default
+    if is_set and not guard.get("num_rollbacks"):
+        message = "is for num_rollbacks; set that to 1 or more, or remove this"
+        yield (*where, "lower_learning_rate_by"), message
 
 
 def _base_mistakes(value: Mapping[str, Any], own: Mapping[str, Any]) -> Iterator[Wrong]:

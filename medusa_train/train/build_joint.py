@@ -14,7 +14,7 @@ from medusa_train.base_model.load import BaseModel
 from medusa_train.console import log
 from medusa_train.errors import InputError
 from medusa_train.recipe.deepspeed_block import read_deepspeed
-from medusa_train.recipe.medusa2 import GuardSection, LoraSection, Medusa2Section
+from medusa_train.recipe.medusa2 import LoraSection, Medusa2Section
 from medusa_train.recipe.schema import Recipe
 from medusa_train.train.guard import Guard
 from medusa_train.train.joint import HeadGradient, JointBase, without_dropout
@@ -77,7 +77,7 @@ def joint_parts(
         ),
         head_lr_multiplier=section.head_lr_multiplier,
         adapters=adapters,
-        guard=None if section.guard is None else _guard(section.guard),
+        guard=None if section.guard is None else Guard(**section.guard.model_dump()),
     )
 
 
@@ -151,10 +151,6 @@ def _last_modules(model: PreTrainedModel, number: int) -> list[nn.Module]:
         )
     norms = [child for child in owner.children() if "Norm" in type(child).__name__]
     return [*list(layers)[-number:], *norms]
-
-
-def _guard(section: GuardSection) -> Guard:
-    return Guard(max_kl=section.max_kl, lower_by=section.lower_by, patience=section.patience)
 
 
 def _size(parameter: Any) -> int:

@@ -82,11 +82,16 @@ def check_same_processes(checkpoint: Path, *, engine: str) -> None:
     )
 
 
-def last_checkpoint(directory: Path) -> Path | None:
-    """The complete checkpoint with the most steps in ``directory``, or None."""
-    found = [
+def numbered_checkpoints(directory: Path) -> list[tuple[int, Path]]:
+    """The complete checkpoints in ``directory``, each with its step, ascending."""
+    return sorted(
         (int(path.name.removeprefix(f"{PREFIX_CHECKPOINT_DIR}-")), path)
         for path in directory.glob(f"{PREFIX_CHECKPOINT_DIR}-*")
         if path.name.removeprefix(f"{PREFIX_CHECKPOINT_DIR}-").isdigit()
-    ]
-    return max(found)[1] if found else None
+    )
+
+
+def last_checkpoint(directory: Path) -> Path | None:
+    """The complete checkpoint with the most steps in ``directory``, or None."""
+    found = numbered_checkpoints(directory)
+    return found[-1][1] if found else None

@@ -1,16 +1,19 @@
 """Keeps a base that is trained near its original.
 
 Each evaluation while training gives the held-out KL(original ‖ trained). Above a limit the heads'
-weight is lowered and nothing is saved; where that does not help, training stops. So the last
-checkpoint is one below the limit, and the result is that one.
+weight is lowered and nothing is saved; where that does not help, training goes back to the last
+checkpoint, which is one below the limit, and on from there with less weight and smaller steps. When
+it has gone back as often as it may, it stops, and that checkpoint is the result.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from torch.optim import Optimizer
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
@@ -18,8 +21,8 @@ from medusa_train.console import warn
 from medusa_train.errors import MedusaTrainError
 from medusa_train.json_values import read_json
 from medusa_train.run_dir import write_json
+from medusa_train.train.rollback import GUARD_FILE, Rollback, add_rollback, read_rollbacks
 
-GUARD_FILE = "guard.json"
 METRIC = "eval_base_kl"
 
 
@@ -28,19 +31,53 @@ class Guard(TrainerCallback):
 
     Args:
         max_kl: the limit, in nats per token.
-        lower_by: the heads' weight is multiplied by this at each evaluation above it.
-        patience: evaluations in a row above it after which training stops.
+        lower_by: the heads' weight is multiplied by this at each evaluation above it, and when
+            training goes back.
+        patience: evaluations in a row above it after which training goes back, or stops.
+        num_rollbacks: how often it may go back.
+        lower_learning_rate_by: the learning rates are multiplied by this when it does.
     """
 
-    def __init__(self, *, max_kl: float, lower_by: float, patience: int) -> None:
+    def __init__(
+        self,
+        *,
+        max_kl: float,
+        lower_by: float,
+        patience: int,
+        num_rollbacks: int = 0,
+        lower_learning_rate_by: float = 1.0,
+    ) -> None:
         self.max_kl = max_kl
         self.lower_by = lower_by
         self.patience = patience
+        self.num_rollbacks = num_rollbacks
+        self.lower_learning_rate_by = lower_learning_rate_by
         self.factor = 1.0
+        self.learning_rate_factor = 1.0
         self.num_above = 0
+        self.num_rolled_back = 0
         self.good_step: int | None = None
         self.has_stopped = False
+        self._good_factor = 1.0
+        self._loaded_rate_factor = 1.0
         self._checked_step = -1
+        self._end: tuple[int, float] = (0, math.nan)
+
+    def on_train_begin(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        optimizer: Optimizer | None = None,
+        lr_scheduler: Any = None,
+        **kwargs: Any,
+    ) -> None:
+        """Lower the learning rates, which are the recipe's or the checkpoint's."""
+        del args, state, control, kwargs
+        assert optimizer is not None, "the Trainer passes it on"
+        scale = self.learning_rate_factor / self._loaded_rate_factor
+        if scale != 1.0:
+            scale_learning_rates(optimizer, lr_scheduler, by=scale)
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -74,6 +111,7 @@ class Guard(TrainerCallback):
             return
         self.num_above += 1
         self.factor *= self.lower_by
+        self._end = (state.global_step, divergence)
         control.should_save = False
         what = (
             f"held-out KL to the original base {divergence:.3g} at step {state.global_step}, above "
@@ -83,7 +121,23 @@ class Guard(TrainerCallback):
             warn(f"{what}: the heads' weight is lowered to {self.factor:.3g} of the recipe's")
             return
         control.should_training_stop = self.has_stopped = True
-        warn(f"{what} for {self.num_above} evaluations in a row: training stops")
+        warn(f"{what} for {self.num_above} evaluations in a row: training {self._what_follows}")
+
+    @property
+    def rolls_back(self) -> bool:
+        """Whether training has ended to go on from the last good checkpoint."""
+        return self.has_stopped and self.num_rolled_back < self.num_rollbacks
+
+    @property
+    def outlives_ruin(self) -> bool:
+        """Whether there is something to go back to, or to end with, after a loss without number."""
+        return self.good_step is not None or self.num_rolled_back < self.num_rollbacks
+
+    @property
+    def _what_follows(self) -> str:
+        if not self.rolls_back:
+            return "stops"
+        return f"goes back to {f'step {self.good_step}' if self.good_step else 'its start'}"
 
     @property
     def is_above(self) -> bool:
@@ -113,7 +167,9 @@ class Guard(TrainerCallback):
         """A loss was not finite."""
         self.num_above = max(self.num_above, self.patience)
         self.has_stopped = True
-        warn(f"the loss is not finite at step {step} or just before it: training stops")
+        self._end = (step, math.nan)
+        what = f"the loss is not finite at step {step} or just before it"
+        warn(f"{what}: training {self._what_follows}")
 
     def note_saved(self, step: int) -> None:
         """A checkpoint is written; it is good if its very step was evaluated, and was below.
@@ -122,6 +178,28 @@ class Guard(TrainerCallback):
         """
         if self._checked_step == step:
             self.good_step = step
+            self._good_factor = self.factor
+
+    def roll_back(self, directory: Path) -> None:
+        """Write down that training goes on from the last good checkpoint, and how.
+
+        Args:
+            directory: of the checkpoints.
+        """
+        step, divergence = self._end
+        rollback = Rollback(
+            from_step=step,
+            to_step=self.good_step or 0,
+            base_kl=divergence if math.isfinite(divergence) else None,
+            head_loss_factor=self._good_factor * self.lower_by,
+            learning_rate_factor=self.learning_rate_factor * self.lower_learning_rate_by,
+        )
+        add_rollback(directory, rollback)
+        warn(
+            f"rollback {self.num_rolled_back + 1} of {self.num_rollbacks}: going on from step "
+            f"{rollback.to_step} with {rollback.head_loss_factor:.3g} of the heads' weight and "
+            f"{rollback.learning_rate_factor:.3g} of the learning rate"
+        )
 
     def save(self, directory: Path) -> None:
         """Write into a checkpoint what a run needs to go on from it."""
@@ -129,12 +207,51 @@ class Guard(TrainerCallback):
             "factor": self.factor,
             "num_above": self.num_above,
             "good_step": self.good_step,
+            "good_factor": self._good_factor,
+            "learning_rate_factor": self.learning_rate_factor,
+            "num_rollbacks": self.num_rolled_back,
         }
         write_json(directory / GUARD_FILE, values)
 
-    def restore(self, checkpoint: Path) -> None:
-        """Go on as the run that wrote ``checkpoint`` would have."""
-        values = read_json(checkpoint / GUARD_FILE)
-        self.factor = float(values["factor"])
-        self.num_above = int(values["num_above"])
-        self.good_step = values["good_step"]
+    def restore(self, directory: Path, *, checkpoint: Path | None) -> None:
+        """Go on as the run that wrote ``checkpoint`` would have, or as it goes back to it.
+
+        Args:
+            directory: of the checkpoints.
+            checkpoint: one of them; None is the start.
+        """
+        if checkpoint is not None:
+            values = read_json(checkpoint / GUARD_FILE)
+            self.factor = float(values["factor"])
+            self.num_above = int(values["num_above"])
+            self.good_step = values["good_step"]
+            # Checkpoints of before there were rollbacks lack the others.
+            self._good_factor = float(values.get("good_factor", self.factor))
+            self.learning_rate_factor = float(values.get("learning_rate_factor", 1.0))
+            self.num_rolled_back = int(values.get("num_rollbacks", 0))
+        self._loaded_rate_factor = self.learning_rate_factor
+        rollbacks = read_rollbacks(directory)
+        if len(rollbacks) > self.num_rolled_back:
+            self.num_rolled_back = len(rollbacks)
+            self.factor = self._good_factor = rollbacks[-1].head_loss_factor
+            self.learning_rate_factor = rollbacks[-1].learning_rate_factor
+            self.num_above = 0
+
+
+def scale_learning_rates(optimizer: Optimizer, scheduler: Any, *, by: float) -> None:
+    """Multiply the learning rates of all groups, now and later in the schedule.
+
+    Args:
+        optimizer: that steps next.
+        scheduler: one of torch's, or accelerate's cover of it.
+        by: factor.
+    """
+    scheduler = getattr(scheduler, "scheduler", scheduler)
+    for name in ("base_lrs", "_last_lr"):
+        rates = getattr(scheduler, name, None)
+        if rates is not None:
+            setattr(scheduler, name, [rate * by for rate in rates])
+    for group in optimizer.param_groups:
+        for name in ("initial_lr", "lr"):
+            if name in group:
+                group[name] *= by

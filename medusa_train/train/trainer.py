@@ -77,6 +77,7 @@ class HeadsTrainer(Trainer):
         joint: JointTraining | None = None,
     ) -> None:
         self.joint = joint
+        self.guard = None if joint is None else joint.guard
         super().__init__(
             model=module,
             args=args,
@@ -96,8 +97,8 @@ class HeadsTrainer(Trainer):
         self.module = module
         self.identity = identity
         self.collate = collate
-        if joint is not None and joint.guard is not None:
-            self.add_callback(joint.guard)
+        if self.guard is not None:
+            self.add_callback(self.guard)
         self.is_staging = False
         self._counts = HeadCounts.zeros(module.heads.config.num_heads, device=args.device)
         self._is_finite = torch.ones((), dtype=torch.bool, device=args.device)
@@ -178,16 +179,15 @@ class HeadsTrainer(Trainer):
             )
 
     def _is_ruined(self) -> bool:
-        """Whether a loss was not finite and a guard has a checkpoint from before; then this ends.
+        """Whether a loss was not finite and a guard knows what then; then this ends.
 
         All processes ask at the same point.
         """
-        guard = None if self.joint is None else self.joint.guard
-        if guard is None or guard.good_step is None:
+        if self.guard is None or not self.guard.outlives_ruin:
             return False
         if not any_process(not bool(self._is_finite)):
             return False
-        guard.note_ruin(self.state.global_step)
+        self.guard.note_ruin(self.state.global_step)
         self.control.should_log = self.control.should_save = self.control.should_evaluate = False
         self.control.should_training_stop = True
         return True
@@ -204,7 +204,7 @@ class HeadsTrainer(Trainer):
                 logs |= self._base_values()
                 # Its operations are the heads' alone.
                 logs.pop("model_flops_utilisation", None)
-        if self.joint is not None and self.joint.guard is not None and self.joint.guard.has_stopped:
+        if self.guard is not None and self.guard.has_stopped:
             # The mean loss of the run may be no number, and that was said.
             logs = {name: value for name, value in logs.items() if math.isfinite(value)}
         super().log(logs, start_time)
@@ -241,7 +241,7 @@ class HeadsTrainer(Trainer):
         return metrics
 
     def fit(self, checkpoint: Path | None = None) -> None:
-        """Train to the end, from ``checkpoint`` or from the start.
+        """Train from ``checkpoint`` or from the start, to the end or until a guard goes back.
 
         Ctrl-C or SIGTERM in any process saves a checkpoint after the step.
 
@@ -252,8 +252,8 @@ class HeadsTrainer(Trainer):
         """
         if checkpoint is not None:
             check_same_processes(checkpoint, engine=self._engine())
-            if self.joint is not None and self.joint.guard is not None:
-                self.joint.guard.restore(checkpoint)
+        if self.guard is not None:
+            self.guard.restore(Path(str(self.args.output_dir)), checkpoint=checkpoint)
         with interruptible("saving a checkpoint after this step") as interrupt:
             stop = StopWhenAsked(interrupt)
             self.add_callback(stop)
@@ -264,7 +264,8 @@ class HeadsTrainer(Trainer):
                 for callback in self.callback_handler.callbacks:
                     if isinstance(callback, TrainingLog):
                         callback.close()
-        if self.guarded_checkpoint() is None:
+        rolls_back = self.guard is not None and self.guard.rolls_back
+        if not rolls_back and self.guarded_checkpoint() is None:
             self.check_finite()
         if stop.has_stopped:
             log(
@@ -278,8 +279,8 @@ class HeadsTrainer(Trainer):
         Raises:
             MedusaTrainError: it was too far before there was a checkpoint.
         """
-        guard = None if self.joint is None else self.joint.guard
-        return None if guard is None else guard.checkpoint(Path(str(self.args.output_dir)))
+        directory = Path(str(self.args.output_dir))
+        return None if self.guard is None else self.guard.checkpoint(directory)
 
     def _engine(self) -> str:
         if self.is_deepspeed_enabled:
@@ -305,9 +306,8 @@ class HeadsTrainer(Trainer):
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write the heads, and of the base what is trained."""
         tensors, trained = self.whole_tensors(), self.trained_tensors()
-        guard = None if self.joint is None else self.joint.guard
-        if guard is not None:
-            guard.note_saved(self.state.global_step)
+        if self.guard is not None:
+            self.guard.note_saved(self.state.global_step)
         if not self.args.should_save or output_dir is None:
             return
         directory = Path(output_dir)
@@ -316,8 +316,8 @@ class HeadsTrainer(Trainer):
             part = directory / self.joint.directory_name
             save_trained(trained, part, adapters=self.joint.adapters)
             identity = trained_identity(identity, part)
-            if guard is not None:
-                guard.save(directory)
+            if self.guard is not None:
+                self.guard.save(directory)
         save_tensors(tensors, directory, config=self.module.heads.config, base=identity)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
@@ -368,11 +368,13 @@ class HeadsTrainer(Trainer):
             shutil.rmtree(directory / name, ignore_errors=True)
             (staging / name).rename(directory / name)
             self._note_best(directory)
-            rotate_checkpoints(
-                output_dir=str(directory),
-                save_total_limit=self.args.save_total_limit,
-                best_model_checkpoint=self.state.best_model_checkpoint,
-            )
+            # The last good one may be older than the limit of their number lets it be.
+            if self.guard is None or self.guard.good_step == self.state.global_step:
+                rotate_checkpoints(
+                    output_dir=str(directory),
+                    save_total_limit=self.args.save_total_limit,
+                    best_model_checkpoint=self.state.best_model_checkpoint,
+                )
         wait_for_all()
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:

@@ -73,7 +73,7 @@ def test_an_absurd_rate_stops_at_the_last_good_checkpoint(
     assert (run.report / "heads_accuracy.json").exists()
 
 
-class _Break(TrainerCallback):
+class Break(TrainerCallback):
     """Makes a weight no number before the step after ``step``."""
 
     def __init__(self, trainer: HeadsTrainer, step: int) -> None:
@@ -97,7 +97,7 @@ def test_a_loss_that_is_not_finite_ends_at_the_last_good_checkpoint(
         "train.trainer.save_steps=2", "train.trainer.max_steps=12",
         "train.medusa2.head_loss_schedule=constant",
     )  # fmt: skip
-    trainer.add_callback(_Break(trainer, step))
+    trainer.add_callback(Break(trainer, step))
     if step == 0:
         with pytest.raises(MedusaTrainError, match="the loss is not finite at step 1"):
             trainer.fit()
@@ -143,7 +143,9 @@ def test_below_the_limit_nothing_happens(
 def test_a_resumed_run_knows_what_the_guard_did(tmp_path: Path) -> None:
     guard = Guard(max_kl=0.1, lower_by=0.5, patience=3)
     guard.factor, guard.num_above, guard.good_step = 0.25, 2, 7
-    guard.save(tmp_path)
+    checkpoint = tmp_path / "checkpoint-9"
+    checkpoint.mkdir()
+    guard.save(checkpoint)
     again = Guard(max_kl=0.1, lower_by=0.5, patience=3)
-    again.restore(tmp_path)
+    again.restore(tmp_path, checkpoint=checkpoint)
     assert (again.factor, again.num_above, again.good_step) == (0.25, 2, 7)

@@ -128,6 +128,26 @@ SELF = (
             "train.medusa2.guard: needs held-out conversations; raise data.eval_fraction",
         ),
         (
+            [
+                "train.medusa2.guard={max_kl: 0.1}",
+                "train.trainer={eval_strategy: epoch, save_strategy: best}",
+            ],
+            "train.medusa2.guard: needs checkpoints; set train.trainer.save_strategy: steps, or "
+            "epoch",
+        ),
+        (
+            [
+                "train.medusa2.guard={max_kl: 0.1, lower_learning_rate_by: 0.1}",
+                "train.trainer.eval_strategy=epoch",
+            ],
+            "train.medusa2.guard.lower_learning_rate_by: is for num_rollbacks; set that to 1 or "
+            "more, or remove this",
+        ),
+        (
+            ["train.medusa2.guard={max_kl: 0.1, num_rollbacks: -1}"],
+            "train.medusa2.guard.num_rollbacks: must be at least 0; got -1",
+        ),
+        (
             ["train.medusa2.guard={}"],
             "train.medusa2.guard.max_kl: missing; there is no default",
         ),
@@ -163,5 +183,9 @@ def test_what_is_allowed(recipe: Path) -> None:
         ["train.medusa2={trained: last_layers, num_last_layers: 2, teacher: stored}"],
         ["train.medusa2.warm_up={}", "train.hidden_states=cached", "data.packing=true"],
         ["train.trainer.gradient_checkpointing=true", "base_model.quantization=4bit"],
+        [
+            "train.medusa2.guard={max_kl: 0.1, num_rollbacks: 2, lower_learning_rate_by: 1.0}",
+            "train.trainer.eval_strategy=epoch",
+        ],
     ):
         assert load_recipe(recipe, overrides).recipe.train.method == "medusa2"
