@@ -136,8 +136,14 @@ def _page_of_one(run: LoggedRun, directory: Path, plots: Sequence[Plot]) -> str:
     best = _last(run, "eval_acceptance_length")
     figures = [
         (f"{_last_step(run):,}", "optimizer steps logged"),
-        (_number(_last(run, "loss")), "weighted loss of all heads, at the last log"),
+        (
+            _number(_last(run, "loss")),
+            f"weighted loss of {'base and' if 'lambda0' in run.names() else 'all'} heads, at the "
+            "last log",
+        ),
     ]
+    if (moved := _last(run, "eval_base_kl")) is not None:
+        figures.append((_number(moved), "nats per token from the original base, held-out text"))
     if best is not None:
         figures.append((_number(best), "tokens per step with the top-1 chain, held-out text"))
     speed, memory = _last(run, "positions_per_second"), _last(run, "memory_mib")
@@ -184,7 +190,7 @@ def _page_of_several(
 ) -> str:
     columns = [
         "run", "steps", "loss", "head 1 top-1", "held-out top-1", "acceptance length",
-        "positions/s", "MiB",
+        "held-out base KL", "positions/s", "MiB",
     ]  # fmt: skip
     rows = [
         [
@@ -194,6 +200,7 @@ def _page_of_several(
             _number(_last(run, "head1_top1")),
             _number(_last(run, "eval_head1_top1")),
             _number(_last(run, "eval_acceptance_length")),
+            _number(_last(run, "eval_base_kl")),
             _number(_last(run, "positions_per_second"), digits=0),
             _number(_last(run, "memory_mib"), digits=0),
         ]

@@ -84,9 +84,30 @@ _OF_RUN = {
         "that step; one is plain decoding.",
         from_zero=False,
     ),
-    "learning_rate": _Figure("Learning rate", "learning rate", "As the schedule set it."),
+    "base_kl": _Figure(
+        "How far the base has moved",
+        "KL(original ‖ trained), nats per token",
+        "Divergence of the base that is trained from its original, mean over the supervised tokens "
+        "of the training text since the last log; with another loss of the base, of the held-out "
+        "conversations.",
+    ),
+    "base_cross_entropy": _Figure(
+        "Loss of the base",
+        "cross-entropy, nats per token",
+        "Next-token loss of the base that is trained, on the training text, mean since the last "
+        "log.",
+        from_zero=False,
+    ),
+    "lambda0": _Figure(
+        "Weight of the heads' loss",
+        "λ0",
+        "The weight of all heads' loss against the base's, as the schedule and a guard set it.",
+    ),
+    "learning_rate": _Figure(
+        "Learning rate", "learning rate", "As the schedule set it; the base's where it is trained."
+    ),
     "grad_norm": _Figure(
-        "Gradient norm", "gradient norm", "Norm of all heads' gradients before they are clipped."
+        "Gradient norm", "gradient norm", "Norm of all gradients before they are clipped."
     ),
     "positions_per_second": _Figure(
         "Speed",
@@ -141,10 +162,16 @@ def run_plots(runs: Sequence[LoggedRun], *, prefix: str = "training") -> list[Pl
     """The curves that a run has one of, all ``runs`` in each picture."""
     plots = []
     for key, figure in _OF_RUN.items():
-        curves = {i: points for i, run in enumerate(runs) if (points := _points(run, key))}
+        held_out = {
+            i: points for i, run in enumerate(runs) if (points := _points(run, f"eval_{key}"))
+        }
+        # A base that learns from another loss has its divergence on the held-out text alone.
+        curves = held_out | {
+            i: points for i, run in enumerate(runs) if (points := _points(run, key))
+        }
         if curves:
             name = f"{prefix}_{key.removeprefix('eval_')}"
-            plots.append(_comparison(name, figure, runs, curves=curves, held_out={}))
+            plots.append(_comparison(name, figure, runs, curves=curves, held_out=held_out))
     return plots
 
 

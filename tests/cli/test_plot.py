@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 
 from medusa_train.cli.train import app
+from medusa_train.page.drawing import Plot
+from medusa_train.page.training import LoggedRun, run_plots
 from medusa_train.training_curves import read_metrics
 from tests.cli.test_evaluate import _call
 
@@ -31,6 +33,11 @@ def _line(step: int, *, shift: float = 0.0) -> dict[str, Any]:
 def _held_out(step: int) -> dict[str, Any]:
     line: dict[str, Any] = {"step": step, "eval_acceptance_length": 1.0 + step / 100}
     return line | {f"eval_head{n}_{key}": 0.4 for n in (1, 2) for key in ("loss", "top1", "top5")}
+
+
+def _joint(step: int, loss: str) -> list[dict[str, Any]]:
+    line = {**_line(step), f"base_{loss}": step / 100, "lambda0": step / 200}
+    return [line, {**_held_out(step), "eval_base_kl": step / 90}]
 
 
 def _write(run: Path, lines: list[dict[str, Any]], *, end: str = "") -> Path:
@@ -77,6 +84,34 @@ def test_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     # Nothing was evaluated, so there is no acceptance length to draw.
     assert len(found["pictures"]) == len(FIGURES) - 1
     assert not (run / "report").exists()
+
+
+@pytest.mark.parametrize("loss", ["kl", "cross_entropy"])
+def test_a_base_that_is_trained(
+    tmp_path: Path, loss: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = [line for step in (10, 20, 30) for line in _joint(step, loss)]
+    run = _write(tmp_path / "run", lines)
+    code, out, _ = _call(app, "plot", run, "--json", capsys=capsys)
+    assert code == 0
+    found = json.loads(out)
+    names = [Path(path).stem.removeprefix("training_") for path in found["pictures"]]
+    # With a cross-entropy the divergence is known on the held-out text.
+    others = ["base_kl"] if loss == "kl" else ["base_kl", "base_cross_entropy"]
+    assert names == [*FIGURES[:4], *others, "lambda0", *FIGURES[4:]]
+    page = Path(found["page"]).read_text()
+    assert "0.333" in page
+    assert "weighted loss of base and heads" in page
+    # A circle at each evaluation, beside the marks of the line; none for the weight.
+    [divergence] = [plot for plot in _figures(run) if plot.name == "training_base_kl"]
+    [weight] = [plot for plot in _figures(run) if plot.name == "training_lambda0"]
+    assert "Circles: on the held-out conversations." in divergence.caption
+    assert divergence.svg.count("<use ") - weight.svg.count("<use ") >= 3
+    assert "Circles" not in weight.caption
+
+
+def _figures(run: Path) -> list[Plot]:
+    return run_plots([LoggedRun("run", read_metrics(run))])
 
 
 def test_several_runs_in_one_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
