@@ -23,9 +23,10 @@ from medusa_train.console import format_seconds, is_main_process, log, table
 from medusa_train.distributed import on_main, process_group
 from medusa_train.errors import InputError
 from medusa_train.json_values import read_json
+from medusa_train.quality.tasks import check_tasks
 from medusa_train.recipe.load import LoadedRecipe, dump_resolved
 from medusa_train.run_dir import RunDir, check_writable, locked, write_json, write_text
-from medusa_train.stage_actions import run_stage
+from medusa_train.stage_actions import LM_EVAL, run_stage
 from medusa_train.stages import (
     STAGES,
     Workspace,
@@ -63,13 +64,16 @@ def run_pipeline(
         The run directory.
 
     Raises:
-        InputError: a stage that the recipe does not have; a missing file; a tracker that is not
-            installed; output that was made with other settings.
+        InputError: a stage that the recipe does not have; a missing file; a tracker or lm-eval that
+            is not installed; output that was made with other settings.
     """
     stages = _chosen(loaded, only=only, start=start)
     loaded.require_files()
     if "train" in stages:
         chosen_trackers(loaded.recipe.tracking)
+    quality = loaded.recipe.evaluate.quality
+    if "quality" in stages and quality is not None and quality.lm_eval:
+        check_tasks(quality.lm_eval, option=LM_EVAL)
     with process_group(use_cpu=bool(loaded.recipe.train.trainer.get("use_cpu", False))):
         return _run(loaded, stages, alone=only is not None, anew=start is not None, dry=dry_run)
 

@@ -33,6 +33,7 @@ from medusa_train.hidden_states.cache import build_cache
 from medusa_train.json_values import read_json
 from medusa_train.medusa_model import MedusaModel
 from medusa_train.merging import merge_run
+from medusa_train.quality.judge import JudgeOptions
 from medusa_train.quality.measure import compare_models
 from medusa_train.quality.options import QualityOptions
 from medusa_train.quality.subject import subject_of_run
@@ -43,6 +44,8 @@ from medusa_train.step_latency import step_kind, step_latency
 from medusa_train.training_stage import train
 from medusa_train.tree.latency import LatencyCurve
 
+LM_EVAL = "evaluate.quality.lm_eval"
+_JUDGE_URL = "evaluate.quality.judge.url"
 _ON_ALL_PROCESSES = frozenset({"distill", "hidden-states", "train"})
 
 
@@ -216,12 +219,16 @@ def _quality(workspace: Workspace) -> Mapping[str, Any]:
     assert section.quality is not None
     assert changed is not None, "without one the stage has nothing to read"
     check_changed(changed)
-    prompts = section.quality.prompts
+    quality = section.quality
+    judge = quality.judge
     report = compare_models(
         subject_of_run(workspace, changed),
         QualityOptions(
-            prompts=None if prompts is None else Path(prompts),
-            **section.quality.model_dump(exclude={"prompts"}),
+            prompts=None if quality.prompts is None else Path(quality.prompts),
+            judge=None if judge is None else JudgeOptions(**judge.model_dump(), option=_JUDGE_URL),
+            lm_eval=tuple(quality.lm_eval),
+            lm_eval_option=LM_EVAL,
+            **quality.model_dump(exclude={"prompts", "judge", "lm_eval"}),
             num_bootstrap=section.num_bootstrap,
             seed=section.seed,
             output=run.report,

@@ -45,10 +45,7 @@ from medusa_train.recipe.deepspeed_block import read_deepspeed, zero_stage
 from medusa_train.recipe.load import LoadedRecipe
 from medusa_train.recipe.schema import HeadsSection, TrainSection
 from medusa_train.recipe.section import Section
-from medusa_train.run_dir import (
-    RunDir,
-    file_fingerprint,
-)
+from medusa_train.run_dir import RunDir, file_fingerprint
 from medusa_train.train.build import CacheLocation, TrainingData
 from medusa_train.train.build_joint import needs_original, trained_in_float32
 from medusa_train.trained_base import load_trained_base
@@ -394,5 +391,10 @@ def _quality_fingerprint(workspace: Workspace, text: list[Any]) -> str | None:
         recipe.base_model.attn_implementation,
     ]
     settings = recipe.evaluate.model_dump(include={"num_bootstrap", "seed"})
-    settings |= section.model_dump(exclude={"prompts"})
+    settings |= section.model_dump(exclude={"prompts", "judge", "lm_eval", "lm_eval_limit"})
+    if section.judge is not None:
+        settings["judge"] = section.judge.model_dump(include={"url", "model"})
+    if section.lm_eval:
+        files = [file_fingerprint(Path(t)) for t in section.lm_eval if Path(t).is_file()]
+        settings["lm_eval"] = [section.lm_eval, files, section.lm_eval_limit]
     return fingerprint([models, text, prompts, settings])

@@ -30,8 +30,8 @@ prints every mistake in it with its line; `medusa-train run FILE` runs it.
 
 - Unknown keys, keys that are there twice, and values of another type are errors.
 - `1e-4` is a number; `yes`, `no`, `on`, `off` and `1:30` are text; `012` is an error.
-- A relative path of `data.path`, `data.chat_template`, `data.distill.prompts` or a source of
-  prompts is looked up in the working directory, then beside the recipe.
+- A relative path of `data.path`, `data.chat_template`, `data.distill.prompts`, a source of prompts
+  or another file is looked up in the working directory, then beside the recipe.
 - `--set KEY=VALUE` sets any key, and VALUE is read like a value in the file:
   `--set heads.num_heads=3`, `--set data.distill=null`, `--set 'train.trainer={max_steps: 100}'`,
   `--set data.distill.sources.0.weight=2` (items of a list count from 0).

@@ -25,7 +25,9 @@ _SOURCES = {
 }
 _VERSIONS = ("medusa-train", "torch", "transformers")
 # Where results go, who watches, and on whose machine: no part of how heads are trained.
-_PRIVATE = frozenset({"run_dir", "tracking", "urls", "api_key_env", "hub_token", "hub_model_id"})
+_PRIVATE = frozenset(
+    {"run_dir", "tracking", "url", "urls", "api_key_env", "hub_token", "hub_model_id"}
+)
 
 
 def training_section(sources: CardSources) -> list[str]:

@@ -46,6 +46,7 @@ class JudgeOptions:
         max_retries: how often a request is made again.
         max_tokens: of a reply.
         backoff: seconds before the second try; doubles from try to try.
+        option: what the user calls the URL.
     """
 
     url: str
@@ -56,6 +57,7 @@ class JudgeOptions:
     max_retries: int = 4
     max_tokens: int = 1024
     backoff: float = 1.0
+    option: str = "--judge-url"
 
     def __post_init__(self) -> None:
         """Refuse what is no URL before anything is done."""
@@ -98,7 +100,8 @@ class Judge:
             response = self._http.send(self.url, MODELS, body=None)
         except AttemptError as error:
             raise InputError(
-                f"--judge-url: no server answers: {error.detail}; start it, or leave the judge out"
+                f"{self.options.option}: no server answers: {error.detail}; start it, or leave the "
+                "judge out"
             ) from error
         # Whatever else it says: not every server lists its models.
         self._http.check_access(response, url=self.url)

@@ -54,7 +54,7 @@ def measure_quality(run: Path | None, *, options: QualityOptions) -> dict[str, A
 def compare_models(subject: Subject, options: QualityOptions) -> dict[str, Any]:
     """Measure a changed model, and write the report; see :func:`measure_quality`."""
     if options.lm_eval:
-        check_tasks(options.lm_eval)
+        check_tasks(options.lm_eval, option=options.lm_eval_option)
     with nullcontext() if options.judge is None else Judge(options.judge) as judge:
         if judge is not None:
             judge.check()

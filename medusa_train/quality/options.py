@@ -31,6 +31,7 @@ class QualityOptions:
         max_perplexity_ratio: the perplexity ratio that is allowed.
         judge: who judges the answers of both; None for nobody.
         lm_eval: tasks of lm-eval, by name or path.
+        lm_eval_option: what the user calls them.
         lm_eval_limit: the first so many samples of each task; None for all.
         num_bootstrap: resamples of the conversations for the intervals.
         seed: of the resampling.
@@ -49,6 +50,7 @@ class QualityOptions:
     max_perplexity_ratio: float = MAX_PERPLEXITY_RATIO
     judge: JudgeOptions | None = None
     lm_eval: tuple[str, ...] = ()
+    lm_eval_option: str = "--lm-eval"
     lm_eval_limit: int | None = None
     num_bootstrap: int = 1000
     seed: int = 0

@@ -21,24 +21,25 @@ BATCH_SIZE = 8
 NUM_RESAMPLES = 1000
 
 
-def check_tasks(tasks: Sequence[str]) -> None:
+def check_tasks(tasks: Sequence[str], *, option: str) -> None:
     """See that lm-eval is there and knows the tasks, before weights are loaded.
 
     Args:
         tasks: names that lm-eval knows, or paths of YAML files with a task.
+        option: what the user calls them.
 
     Raises:
         InputError: it is not installed, or one of them is no task.
     """
     if importlib.util.find_spec(PACKAGE) is None:
-        raise InputError(f"--lm-eval: needs the package {PACKAGE}; pip install {PACKAGE}")
+        raise InputError(f"{option}: needs the package {PACKAGE}; pip install {PACKAGE}")
     known = _manager().all_tasks
     for task in tasks:
         if task in known or Path(task).is_file():
             continue
         close = difflib.get_close_matches(task, known, n=1)
         hint = f"did you mean '{close[0]}'?" if close else "`lm-eval ls tasks` lists them"
-        raise InputError(f"--lm-eval {task}: no task of {PACKAGE} and no YAML file; {hint}")
+        raise InputError(f"{option} {task}: no task of {PACKAGE} and no YAML file; {hint}")
 
 
 def run_tasks(pair: Pair, tasks: Sequence[str], *, limit: int | None) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from pydantic_core import ErrorDetails
 from medusa_train.recipe.deepspeed_block import check_deepspeed
 from medusa_train.recipe.export_block import export_mistakes
 from medusa_train.recipe.medusa2 import medusa2_mistakes
+from medusa_train.recipe.quality_block import quality_mistakes
 from medusa_train.recipe.schema import DistillSection, EvaluateSection, HeadsSection, Recipe
 from medusa_train.recipe.trainer_block import check_trainer
 from medusa_train.recipe.yaml_reader import Key, show
@@ -74,7 +75,7 @@ def combined_mistakes(schema: type[BaseModel], value: Mapping[str, Any]) -> Iter
     if schema is Recipe:
         yield from medusa2_mistakes(value)
         yield from _tree_mistakes(value, data)
-        yield from _quality_mistakes(value, data)
+        yield from quality_mistakes(value)
         for name, message in export_mistakes(_section(value, "export"), _section(value, "heads")):
             yield ("export", name), message
     trainer = _section(train, "trainer")
@@ -135,22 +136,6 @@ def _tree_mistakes(value: Mapping[str, Any], data: Mapping[str, Any]) -> Iterato
         wanted = tree.get(name)
         if isinstance(wanted, int) and isinstance(most, int) and wanted > most:
             yield (*where, name), f"must be at most {key}, which is {most}; got {wanted}"
-
-
-def _quality_mistakes(value: Mapping[str, Any], data: Mapping[str, Any]) -> Iterator[Wrong]:
-    quality, where = _section(value, "evaluate").get("quality"), ("evaluate", "quality")
-    method = _section(value, "train").get("method", "medusa1")
-    if isinstance(quality, dict) and method == "medusa1":
-        yield where, "is for train.method: medusa2, which changes the base model; remove it"
-    if not isinstance(quality, dict) or quality.get("prompts") is not None:
-        return
-    if data.get("eval_fraction") == 0:
-        message = (
-            "needs held-out conversations or prompts; raise data.eval_fraction, or set prompts"
-        )
-        yield where, message
-    if quality.get("num_prompts") is not None:
-        yield (*where, "num_prompts"), "is for prompts; set them, or remove it"
 
 
 def _default(section: type[BaseModel], name: str) -> Any:

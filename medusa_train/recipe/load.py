@@ -145,7 +145,7 @@ def _load(
 
 def _with_found_files(config: Config, source: Source) -> tuple[Config, tuple[str, ...]]:
     missing = []
-    for key in (*FILE_KEYS, *_source_keys(source)):
+    for key in (*FILE_KEYS, *_source_keys(source), *_task_keys(source)):
         value = source.get(key)
         if not isinstance(value, str) or (key[-1] == "chat_template" and is_template_text(value)):
             continue
@@ -183,13 +183,24 @@ def _source_keys(source: Source) -> list[Key]:
     return [(*where, i, "path") for i, item in enumerate(sources) if item["source"] == "file"]
 
 
+def _task_keys(source: Source) -> list[Key]:
+    """The tasks of lm-eval that are files."""
+    where: Key = ("evaluate", "quality", "lm_eval")
+    return [
+        (*where, i)
+        for i, task in enumerate(source.get(where) or [])
+        if task.endswith((".yaml", ".yml"))
+    ]
+
+
 def _replaced(config: Config, key: Key, value: str) -> Config:
     name = str(key[0])
     old = getattr(config, name)
     new: Any = value
     if len(key) > 1 and isinstance(old, list):
         index = int(key[1])
-        new = [*old[:index], _replaced(old[index], key[2:], value), *old[index + 1 :]]
+        item = value if len(key) == 2 else _replaced(old[index], key[2:], value)
+        new = [*old[:index], item, *old[index + 1 :]]
     elif len(key) > 1:
         new = _replaced(old, key[1:], value)
     return config.model_copy(update={name: new})

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from medusa_train.recipe.medusa2 import Medusa2Section
+from medusa_train.recipe.quality_block import QualitySection
 from medusa_train.recipe.section import (
     Count,
     CountOrOff,
@@ -241,24 +242,6 @@ class TreeSection(Section):
     for_this_device: bool = False
     """Measure how long steps of 1 to `num_nodes` + 1 tokens take on this device, and choose the
     size with the most tokens per second instead of the most per step."""
-
-
-class QualitySection(Section):
-    """The changed base model against the original, both in float32."""
-
-    prompts: Text | None = None
-    """File with prompts: the text is the original's greedy answers to their first user turns; null
-    is the held-out conversations."""
-    num_prompts: Count | None = None
-    """The first so many of `prompts`; null is all."""
-    num_answers: CountOrOff = 20
-    """Prompts that both models answer, side by side in the report."""
-    max_new_tokens: Count = 192
-    """Longest answer in tokens."""
-    min_agreement: Annotated[float, Field(ge=0.0, le=1.0)] = 0.98
-    """Greedy agreement that the verdict wants."""
-    max_perplexity_ratio: Positive = 1.02
-    """Perplexity ratio that the verdict allows."""
 
 
 class EvaluateSection(Section):

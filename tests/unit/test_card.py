@@ -133,6 +133,7 @@ def test_servers_tokens_and_homes_are_left_out() -> None:
             "distill": {"server": {"urls": ["http://internal"], "api_key_env": "K", "timeout": 1}},
         },
         "train": {"trainer": {"hub_token": "hf_x", "seed": 0}},
+        "evaluate": {"quality": {"judge": {"url": "http://internal", "model": "m"}}},
         "list": ["~/a/b", "c/d", 3],
     }
     assert public_recipe(recipe) == {
@@ -142,6 +143,7 @@ def test_servers_tokens_and_homes_are_left_out() -> None:
             "distill": {"server": {"timeout": 1}},
         },
         "train": {"trainer": {"seed": 0}},
+        "evaluate": {"quality": {"judge": {"model": "m"}}},
         "list": ["b", "c/d", 3],
     }
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import shutil
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from medusa_train.pipeline import run_pipeline
 from medusa_train.recipe.load import load_recipe
 from medusa_train.run_dir import locked
 from medusa_train.stages import STAGES, Workspace, fingerprint_of
+from tests.judge_server import judging
 from tests.models_for_tests import ARCHITECTURES, file_hashes, save_base
 from tests.quality_for_tests import save_adapters
 from tests.training_for_tests import cyclic_rows, write_recipe
@@ -213,6 +215,49 @@ def test_the_quality_of_a_changed_base(
     save_adapters(run.adapters, base=base, scale=0.0)
     run_pipeline(load_recipe(tmp_path / "recipe.yaml", asked), only="quality")
     assert "kept: 100.00 %" in capsys.readouterr().err
+
+
+def test_the_stage_quality_asks_a_judge(
+    tmp_path: Path, base: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its key comes from the environment and is in no file; how many ask at a time is no matter."""
+    answer = {"role": "assistant", "content": "so"}
+    rows = [replace(row, messages=(*row.messages, answer)) for row in cyclic_rows(16)]
+    monkeypatch.setenv("JUDGE_KEY", "not-to-be-told")
+    overrides = ["train.method=medusa2", "train.hidden_states=online"]
+    write_recipe(tmp_path, base=base, rows=rows)
+    recipe = tmp_path / "recipe.yaml"
+    wrong = "evaluate.quality={num_answers: 2, judge: {url: 'http://127.0.0.1:9/v1', model: tiny}}"
+    with pytest.raises(InputError, match=r"^evaluate\.quality\.judge\.url: no server answers"):
+        run_pipeline(load_recipe(recipe, [*overrides, wrong]))
+    with judging(api_key="not-to-be-told") as server:
+        for concurrency in (2, 3):
+            judge = (
+                f"{{url: '{server.url}', model: tiny, api_key_env: JUDGE_KEY, "
+                f"concurrency: {concurrency}}}"
+            )
+            settings = f"evaluate.quality={{num_answers: 2, max_new_tokens: 6, judge: {judge}}}"
+            run = run_pipeline(load_recipe(recipe, [*overrides, settings]))
+    assert "quality: up to date" in capsys.readouterr().err
+    judged = json.loads((run.report / "quality.json").read_text())["judge"]
+    assert (judged["model"], judged["num_prompts"], judged["failures"]) == ("tiny", 2, {})
+    files = [path for path in run.root.rglob("*") if path.is_file()]
+    assert not any(b"not-to-be-told" in path.read_bytes() for path in files)
+
+
+@pytest.mark.skipif(find_spec("lm_eval") is not None, reason="lm_eval is installed")
+def test_tasks_are_refused_before_training_where_lm_eval_is_not(tmp_path: Path, base: Path) -> None:
+    overrides = [
+        "train.method=medusa2", "train.hidden_states=online",
+        "evaluate.quality.lm_eval=[hellaswag]",
+    ]  # fmt: skip
+    loaded = write_recipe(tmp_path, base=base, rows=cyclic_rows(16), overrides=overrides)
+    with pytest.raises(InputError) as caught:
+        run_pipeline(loaded)
+    assert str(caught.value) == (
+        "evaluate.quality.lm_eval: needs the package lm_eval; pip install lm_eval"
+    )
+    assert not loaded.run_dir.exists()
 
 
 def test_exports_follow_the_heads_and_the_tree(

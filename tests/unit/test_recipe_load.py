@@ -14,6 +14,7 @@ from medusa_train.recipe.load import (
     load_recipe,
     read_chat_template,
 )
+from medusa_train.recipe.quality_block import JudgeSection, QualitySection
 from medusa_train.recipe.schema import Recipe
 
 GOOD = """\
@@ -280,6 +281,32 @@ def test_a_tree_needs_text_and_heads(write, overrides, message):
             ["evaluate.quality.min_agreement=1.5"],
             "evaluate.quality.min_agreement: must be at most 1; got 1.5",
         ),
+        (
+            ["evaluate.quality={num_answers: 0, judge: {url: 'http://h/v1', model: m}}"],
+            "evaluate.quality.judge: judges answers; set num_answers above 0",
+        ),
+        (
+            ["evaluate.quality.judge={url: 'http://h/v1'}"],
+            "evaluate.quality.judge.model: missing; there is no default",
+        ),
+        (
+            ["evaluate.quality.judge={url: host, model: m}"],
+            "evaluate.quality.judge.url: must be the base URL of a server, such as "
+            "http://host:8000/v1; got 'host'",
+        ),
+        (
+            ["evaluate.quality.judge={url: 'http://me:secret@h/v1', model: m}"],
+            "evaluate.quality.judge.url: must have no user or password in it, since the recipe is "
+            "kept with the run; put a key into the environment variable that api_key_env names",
+        ),
+        (
+            ["evaluate.quality.judge={url: 'http://h/v1', model: m, api_key: secret}"],
+            "evaluate.quality.judge.api_key: unknown key; did you mean 'api_key_env'?",
+        ),
+        (
+            ["evaluate.quality.lm_eval_limit=5"],
+            "evaluate.quality.lm_eval_limit: is for lm_eval; name tasks there, or remove it",
+        ),
     ],
 )
 def test_the_quality_of_a_base_needs_text(write, overrides, message):
@@ -294,6 +321,23 @@ def test_the_quality_of_a_base_needs_text(write, overrides, message):
     loaded = load_recipe(write(GOOD), [settings, *joint])
     assert loaded.recipe.evaluate.quality.num_answers == 20
     assert "evaluate.quality.prompts: no such file; looked for" in loaded.missing[-1]
+
+
+def test_tasks_of_lm_eval_are_names_or_files(write, tmp_path):
+    joint = ["train.method=medusa2", "train.hidden_states=online"]
+    path = write(GOOD)
+    directory = tmp_path / "recipes"
+    directory.mkdir()
+    (directory / "own.yaml").touch()
+    moved = path.rename(directory / path.name)
+    tasks = "evaluate.quality={lm_eval: [hellaswag, own.yaml, absent.yml], lm_eval_limit: 2}"
+    loaded = load_recipe(moved, [tasks, *joint])
+    found = str(directory / "own.yaml")
+    assert [Path(task).name for task in loaded.recipe.evaluate.quality.lm_eval] == [
+        "hellaswag", "own.yaml", "absent.yml",
+    ]  # fmt: skip
+    assert Path(loaded.recipe.evaluate.quality.lm_eval[1]).samefile(found)
+    assert "evaluate.quality.lm_eval.2: no such file; looked for" in loaded.missing[-1]
 
 
 def test_every_key_can_be_set(write):
@@ -436,7 +480,8 @@ def test_a_generation_config_is_two_sections_and_nothing_else(write):
         schema.TrainSection,
         schema.EvaluateSection,
         schema.TreeSection,
-        schema.QualitySection,
+        QualitySection,
+        JudgeSection,
         schema.TrackingSection,
         schema.DistillConfig,
     ],
