@@ -81,9 +81,7 @@ def _public(value: Any) -> Any:
 
 
 def _shape(config: HeadsConfig) -> str:
-    size = config.hidden_size
-    own = config.num_logits * (size + config.lm_head_bias) if config.layout == "full" else 0
-    count = config.num_heads * (config.num_layers * (size * size + size) + own)
+    count = config.num_heads * config.head_parameters
     matrices = {
         "full": "an output matrix of its own",
         "shared": "the base model's output matrix",

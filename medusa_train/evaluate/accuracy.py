@@ -9,12 +9,14 @@ Shapes: N source positions, C conversations, K heads, R ranks.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from medusa_train import metrics
+from medusa_train.evaluate.chain import StepWeights, num_heads_that_pay
 from medusa_train.evaluate.ranks import MISS, Ranks
 
 REPORT_VERSION = 1
@@ -101,12 +103,20 @@ def accuracy_report(
     base_model: str,
     num_bootstrap: int = 1000,
     seed: int = 0,
+    step: StepWeights | None = None,
 ) -> dict[str, Any]:
-    """``heads_accuracy.json`` (docs/formats.md)."""
+    """``heads_accuracy.json`` (docs/formats.md).
+
+    Args:
+        ranks: of the true tokens.
+        base_model: its name.
+        num_bootstrap: resamples for the intervals.
+        seed: of the resampling.
+        step: what a step reads, for which heads pay; None where it is not known.
+    """
     conversation = ranks.conversation.numpy()
     num_conversations = int(conversation.max()) + 1 if len(conversation) else 0
     weights = bootstrap_weights(num_conversations, num_bootstrap=num_bootstrap, seed=seed)
-    chain = walk(num_accepted(ranks), ranks)
     return {
         "schema_version": REPORT_VERSION,
         "base_model": base_model,
@@ -116,9 +126,44 @@ def accuracy_report(
         "num_positions": len(conversation),
         "text_sampling": ranks.metadata.get("text_sampling"),
         "heads": [_head(ranks, head, weights) for head in range(ranks.num_heads)],
-        "chain": {"acceptance_length": chain.value, "ci95": chain.interval(weights)},
+        "chain": _chain(ranks, weights, step),
         "tree": None,
     }
+
+
+def _chain(ranks: Ranks, weights: Array, step: StepWeights | None) -> dict[str, Any]:
+    """The top-1 chain of all heads, and that of the first 1, 2, … of them."""
+    accepted = num_accepted(ranks)
+    walks = [walk(np.minimum(accepted, count), ranks) for count in range(ranks.num_heads + 1)]
+    by_length = [
+        {
+            "num_heads": count,
+            "acceptance_length": longer.value,
+            "ci95": longer.interval(weights),
+            **_gain(shorter, longer, weights),
+            "weights_growth": None if step is None else step.growth(count),
+        }
+        for count, (shorter, longer) in enumerate(pairwise(walks), start=1)
+    ]
+    return {
+        "acceptance_length": walks[-1].value,
+        "ci95": walks[-1].interval(weights),
+        "by_length": by_length,
+        "num_heads_that_pay": num_heads_that_pay(by_length),
+    }
+
+
+def _gain(shorter: Ratio, longer: Ratio, weights: Array) -> dict[str, Any]:
+    """What one more head adds, and its interval over the same resamples."""
+    if shorter.value is None or longer.value is None:
+        return {"gain": None, "gain_ci95": None}
+    gain = longer.value - shorter.value
+    before, after = shorter.resampled(weights), longer.resampled(weights)
+    if before is None or after is None:
+        return {"gain": gain, "gain_ci95": None}
+    # Both walks pass all rows, so both have steps in the same resamples.
+    low, high = np.percentile(after - before, [2.5, 97.5])
+    return {"gain": gain, "gain_ci95": [float(low), float(high)]}
 
 
 def _head(ranks: Ranks, head: int, weights: Array) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from medusa_train.base_model.load import BaseModel
 from medusa_train.data.conversations import Conversation
 from medusa_train.errors import InputError
 from medusa_train.evaluate.accuracy import accuracy_report
+from medusa_train.evaluate.chain import step_weights
 from medusa_train.evaluate.ranks import RANKS_FILE, Ranks, compute_ranks, read_ranks
 from medusa_train.evaluate.report import REPORT_FILE, write_report
 from medusa_train.evaluate.tree_report import write_tree
@@ -75,7 +76,11 @@ def evaluate_heads(
         },
     )
     report = accuracy_report(
-        ranks, base_model=identity.name_or_path, num_bootstrap=num_bootstrap, seed=seed
+        ranks,
+        base_model=identity.name_or_path,
+        num_bootstrap=num_bootstrap,
+        seed=seed,
+        step=step_weights(base, heads.config),
     )
     if output is not None:
         write_report(

@@ -6,11 +6,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from medusa_train.evaluate.tables import (
+    PAYING,
     accuracy_rows,
     columns,
     counted,
+    gain_columns,
+    gain_rows,
     interval,
     number,
+    pay_lines,
     text_lines,
 )
 from medusa_train.page.drawing import Plot
@@ -28,9 +32,22 @@ def html_page(report: Mapping[str, Any], *, plots: Sequence[Plot], facts: Mappin
         "<p>Positions: the head's valid pairs. 95 %: the interval of top-1. Conditional: top-1 "
         "where all heads before it are right. Top-n: the true token is among the head's n most "
         "likely ones.</p>",
+        *_gains(report),
         pictures(plots),
     ]
     return whole_page(f"Medusa heads on {report['base_model']}", body)
+
+
+def _gains(report: Mapping[str, Any]) -> list[str]:
+    rows = gain_rows(report)
+    if not rows:
+        return []
+    return [
+        "<h2>What each head adds to the chain</h2>",
+        *map(paragraph, pay_lines(report)),
+        table(gain_columns(), rows),
+        f"<p>{PAYING}</p>",
+    ]
 
 
 def _figures(report: Mapping[str, Any]) -> list[tuple[str, str]]:

@@ -10,9 +10,13 @@ from medusa_train.evaluate.page import html_page
 from medusa_train.evaluate.plots import PLOT_NAMES, make_plots
 from medusa_train.evaluate.ranks import RANKS_FILE, Ranks, write_ranks
 from medusa_train.evaluate.tables import (
+    PAYING,
     accuracy_rows,
     chain_line,
     columns,
+    gain_columns,
+    gain_rows,
+    pay_lines,
     plain_table,
     text_lines,
     tree_lines,
@@ -57,28 +61,33 @@ def write_report(
 
 def markdown(report: Mapping[str, Any], *, plots: list[Plot], facts: Mapping[str, str]) -> str:
     """The report as Markdown, with the plots beside it as pictures."""
-    head = columns(report)
     lines = [
         f"# Accuracy of Medusa heads on {report['base_model']}",
         "",
         *(f"- {line}" for line in text_lines(report)),
         *(f"- {name}: {value}" for name, value in facts.items()),
         "",
-        "| " + " | ".join(head) + " |",
-        "|" + "---|" * len(head),
-        *("| " + " | ".join(row) + " |" for row in accuracy_rows(report)),
+        *_table(columns(report), accuracy_rows(report)),
         "",
         chain_line(report),
+        *(f"\n{line}" for line in pay_lines(report)),
         *(f"\n{line}" for line in tree_lines(report)),
         "",
     ]
+    if gains := gain_rows(report):
+        lines += [*_table(gain_columns(), gains), "", PAYING, ""]
     for plot in plots:
         lines += [f"![{plot.title}]({plot.name}.png)", "", plot.caption, ""]
     return "\n".join(lines)
 
 
+def _table(head: list[str], rows: list[list[str]]) -> list[str]:
+    cells = ["| " + " | ".join(row) + " |" for row in [head, *rows]]
+    return [cells[0], "|" + "---|" * len(head), *cells[1:]]
+
+
 def summary_text(report: Mapping[str, Any]) -> str:
     """The whole table as plain text of fixed columns, for a terminal or a log."""
     table = [columns(report), *accuracy_rows(report)]
-    lines = [chain_line(report), *tree_lines(report)]
+    lines = [chain_line(report), *pay_lines(report), *tree_lines(report)]
     return "\n".join([*text_lines(report), "", plain_table(table), "", *lines])

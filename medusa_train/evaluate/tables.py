@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -63,6 +64,63 @@ def chain_line(report: Mapping[str, Any]) -> str:
         f"{number(chain['acceptance_length'])} tokens per step "
         f"(95 %: {interval(chain['ci95'])})"
     )
+
+
+PAYING = (
+    "A head of the chain pays where it adds a greater share of tokens per step than of the weights "
+    "that a step reads, which decide its time at batch size 1."
+)
+"""How the table of :func:`gain_rows` is to be read."""
+
+
+def gain_columns() -> list[str]:
+    """The names of the columns of :func:`gain_rows`."""
+    return ["heads", "tokens per step", "95 %", "adds", "95 %", "more tokens", "more weights"]
+
+
+def gain_rows(report: Mapping[str, Any]) -> list[list[str]]:
+    """The top-1 chain of the first 1, 2, … heads; older reports do not have it."""
+    rows, before = [], 1.0
+    for row in report["chain"].get("by_length", []):
+        length = row["acceptance_length"]
+        rows.append(
+            [
+                str(row["num_heads"]),
+                number(length),
+                interval(row["ci95"]),
+                number(row["gain"]),
+                interval(row["gain_ci95"]),
+                _percent(None if length is None else length / before - 1.0),
+                _percent(row["weights_growth"]),
+            ]
+        )
+        before = length
+    return rows
+
+
+def pay_lines(report: Mapping[str, Any]) -> list[str]:
+    """Which heads are worth their time in a chain; nothing where it is not known."""
+    chain, num_heads = report["chain"], report["num_heads"]
+    kept = chain.get("num_heads_that_pay")
+    if kept is None:
+        return []
+    if kept == num_heads:
+        all_of_them = "The head pays" if num_heads == 1 else f"All {num_heads} heads pay"
+        return [f"{all_of_them} in a chain at batch size 1"]
+    lengths = [1.0, *(row["acceptance_length"] for row in chain["by_length"])]
+    growth = math.prod(1.0 + row["weights_growth"] for row in chain["by_length"][kept:]) - 1.0
+    is_one = kept + 1 == num_heads
+    which = f"Head {num_heads} adds" if is_one else f"Heads {kept + 1} to {num_heads} add"
+    advice = f"leave {'it' if is_one else 'them'} out with --num-heads {kept}"
+    return [
+        f"{which} {number(lengths[-1] - lengths[kept])} tokens per step to the chain, "
+        f"{_percent(lengths[-1] / lengths[kept] - 1.0)}, and {_percent(growth)} to the weights "
+        f"that a step reads: {advice if kept else 'no head pays at batch size 1'}"
+    ]
+
+
+def _percent(share: float | None) -> str:
+    return ABSENT if share is None else f"{share:.1%}".replace("%", " %")
 
 
 def tree_lines(report: Mapping[str, Any]) -> list[str]:

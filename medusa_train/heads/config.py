@@ -51,6 +51,13 @@ class HeadsConfig:
         """Logits that a head gives: the truncated vocabulary, or V."""
         return self.truncated_vocab_size or self.vocab_size
 
+    @property
+    def head_parameters(self) -> int:
+        """Parameters of one head; with the layout ``shared`` those of its ResBlocks alone."""
+        size = self.hidden_size
+        own = self.num_logits * (size + self.lm_head_bias) if self.layout == "full" else 0
+        return self.num_layers * (size * size + size) + own
+
 
 @dataclass(frozen=True, slots=True)
 class TrainedFrom:

@@ -104,6 +104,16 @@ def test_the_reports_acceptance_length_is_the_decoders(
         assert measured(accepted) > 1.1
 
 
+def test_the_chain_of_the_first_heads_is_the_decoders() -> None:
+    rows, _ = decode(CHAIN, max_new_tokens=25)
+    chain = accuracy_report(ranks_of(rows), base_model="tiny", num_bootstrap=2)["chain"]
+    for row in chain["by_length"]:
+        texts, accepted = decode(Tree.chain(row["num_heads"]), max_new_tokens=25)
+        assert [text.input_ids for text in texts] == [text.input_ids for text in rows]
+        assert row["acceptance_length"] == measured(accepted)
+    assert len({row["acceptance_length"] for row in chain["by_length"]}) > 1
+
+
 @pytest.mark.parametrize("num_nodes", [2, 7, 20])
 def test_the_tree_that_is_found_walks_as_its_report_says(num_nodes: int) -> None:
     rows, _ = decode(CHAIN, max_new_tokens=25)

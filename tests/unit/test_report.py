@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from medusa_train.evaluate.accuracy import accuracy_report
+from medusa_train.evaluate.chain import StepWeights
 from medusa_train.evaluate.ranks import MISS, Ranks, read_ranks
 from medusa_train.evaluate.report import summary_text, write_report
-from medusa_train.evaluate.tables import sampling_phrase
+from medusa_train.evaluate.tables import gain_rows, pay_lines, sampling_phrase
 
 
 def _ranks(
@@ -36,7 +37,8 @@ def _ranks(
 
 
 def _write(directory: Path, ranks: Ranks, **options: Any) -> dict[str, Any]:
-    report = accuracy_report(ranks, base_model="a <b>&c", num_bootstrap=50)
+    step = StepWeights(base=1000, head=90)
+    report = accuracy_report(ranks, base_model="a <b>&c", num_bootstrap=50, step=step)
     write_report(report, directory=directory, ranks=ranks, **options)
     return report
 
@@ -115,7 +117,13 @@ def test_every_form_has_every_figure(
         assert "| " + " | ".join(cells) + " |" in markdown.splitlines()
         assert cells in [line.split() for line in terminal.splitlines()]
         assert cells in page.rows
+    for gains in gain_rows(report):
+        assert "| " + " | ".join(gains) + " |" in markdown.splitlines()
+        assert gains in page.rows
+    assert len(gain_rows(report)) == num_heads
+    [advice] = pay_lines(report)
     for form in (shown, markdown, terminal):
+        assert advice in form
         assert f"{report['chain']['acceptance_length']:.3f}" in form
         assert ("no intervals" in form) == (conversations == 1)
     assert "http" not in html
