@@ -19,6 +19,7 @@ from medusa_train.evaluate.tables import (
     counted,
     interval,
     number,
+    pay_lines,
     text_lines,
 )
 from medusa_train.evaluate.tree_report import comparison_columns, comparison_rows
@@ -120,7 +121,7 @@ def _accuracy(sources: CardSources) -> list[str]:
         "ones.",
         table(columns(report), accuracy_rows(report)),
         *([] if report["chain"] is None else [plain(chain_line(report)) + "."]),
-        bullets(text_lines(report)),
+        bullets([*([] if report["chain"] is None else pay_lines(report)), *text_lines(report)]),
         *map(picture, sources.pictures_named(*ACCURACY_PICTURES)),
     ]
 

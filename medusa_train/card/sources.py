@@ -14,6 +14,7 @@ from medusa_train.card.base_card import BaseCard
 from medusa_train.console import warn
 from medusa_train.data.conversations import MANIFEST_FILE
 from medusa_train.errors import InputError
+from medusa_train.evaluate.chain import of_first_heads
 from medusa_train.evaluate.quality_report import REPORT_FILE as QUALITY_FILE
 from medusa_train.evaluate.ranks import RANKS_FILE, read_ranks
 from medusa_train.evaluate.report import REPORT_FILE as ACCURACY_FILE
@@ -90,12 +91,12 @@ class CardSources:
         return self.identity.trained is not None
 
     def first(self, num_heads: int) -> CardSources:
-        """What is known of the first so many heads alone: no chain, tree or speed is theirs."""
+        """What is known of the first so many heads alone: no tree or speed is theirs."""
         if num_heads == self.config.num_heads:
             return self
         report = self.accuracy
         if report is not None:
-            report = {**report, "heads": report["heads"][:num_heads], "chain": None}
+            report = of_first_heads(report, num_heads)
         return replace(
             self,
             config=replace(self.config, num_heads=num_heads),

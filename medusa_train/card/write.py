@@ -13,7 +13,7 @@ from medusa_train.card.usage import Use
 from medusa_train.run_dir import atomic_path, write_text
 
 CARD_FILE = "README.md"
-CARD_VERSION = 1
+CARD_VERSION = 2
 """Of what a card says; a card of an older one is written again."""
 
 

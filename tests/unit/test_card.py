@@ -22,10 +22,12 @@ from medusa_train.card.training import public_recipe
 from medusa_train.card.usage import Use
 from medusa_train.card.write import card_text, write_card
 from medusa_train.errors import InputError
+from medusa_train.evaluate.tables import pay_lines
 from medusa_train.pipeline import run_pipeline
 from medusa_train.recipe.load import load_recipe
 from medusa_train.run_dir import RunDir
 from tests.decoding_for_tests import save_heads_directory
+from tests.exports_for_tests import export
 from tests.models_for_tests import save_base
 from tests.training_for_tests import cyclic_rows, write_recipe
 
@@ -92,6 +94,8 @@ def test_the_text_has_tables_pictures_and_limits(trained: RunDir) -> None:
     text = _card(trained).text
     report = _report(trained, "heads_accuracy.json")
     first = report["heads"][0]
+    [advice] = pay_lines(report)
+    assert f"- {advice}\n" in text
     assert f"| 1 | t+2 | {first['positions']:,} | {first['top_k_accuracy'][0]:.3f} |" in text
     sections = re.findall(r"^## (.+)$", text, re.M)
     assert sections == [
@@ -232,19 +236,40 @@ def test_the_card_of_an_export(run: RunDir, tmp_path: Path) -> None:
     assert "The model itself is among these files." in whole
 
 
-def test_fewer_heads_have_their_own_figures_alone(trained: RunDir) -> None:
+def test_fewer_heads_have_their_own_figures_alone(trained: RunDir, tmp_path: Path) -> None:
     sources = card_sources(trained.heads)
     assert sources.first(3) is sources
     text = card_text(sources.first(2))
     card = ModelCard(text)
-    assert [result.metric_name for result in _data(card).eval_results or ()] == [
+    chain = _report(trained, "heads_accuracy.json")["chain"]["by_length"][1]
+    figures = {result.metric_name: result.metric_value for result in _data(card).eval_results or ()}
+    assert list(figures) == [
         "head 1 top-1 (t+2)",
         "head 2 top-1 (t+3)",
+        "tokens per step, top-1 chain of 2",
     ]
+    length = chain["acceptance_length"]
+    assert figures["tokens per step, top-1 chain of 2"] == round(length, 4)
     assert "With 2 small heads beside it" in text
-    assert "Acceptance length" not in text
+    assert f"Acceptance length of the top-1 chain of 2: {length:.3f} tokens per step" in text
+    assert f"| tokens per step with the top-1 chain of 2 | {length:.3f} |" in text
+    assert "chain of 3" not in text
+    export("transformers", trained.heads, tmp_path / "out", num_heads=2)
+    card = ModelCard.load(tmp_path / "out" / "README.md")
+    assert f"top-1 chain of 2: {length:.3f} tokens per step" in card.text
+    assert {r.metric_name: r.metric_value for r in _data(card).eval_results or ()} == figures
     assert "## Candidate tree" not in text
     assert "plots/" not in text
+
+
+def test_an_older_report_knows_no_shorter_chain(run: RunDir) -> None:
+    report = _report(run, "heads_accuracy.json")
+    for key in ("by_length", "num_heads_that_pay"):
+        del report["chain"][key]
+    (run.report / "heads_accuracy.json").write_text(json.dumps(report))
+    sources = card_sources(run.heads)
+    assert "Acceptance length of the top-1 chain of 3" in card_text(sources)
+    assert "Acceptance length" not in card_text(sources.first(2))
 
 
 def test_names_from_outside_are_text(tmp_path: Path) -> None:
