@@ -29,6 +29,7 @@ class ExportChoices:
         num_speculative_tokens: length of the chain.
         min_version: oldest version of vLLM that has to load the export, such as ``0.25``.
         repo: ``OWNER/NAME`` on the hub, where the export goes there: its card says so.
+        repo_root: the directory that goes there, where the export is a part of it.
     """
 
     base_model: str | None = None
@@ -39,6 +40,7 @@ class ExportChoices:
     num_speculative_tokens: int | None = None
     min_version: str | None = None
     repo: str | None = None
+    repo_root: Path | None = None
 
 
 def check_choices(target: Target, chosen: ExportChoices) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from medusa_train.errors import InputError
 from medusa_train.export.verify import Target
+from medusa_train.export_card import write_pair_card
 from medusa_train.export_options import ExportChoices
 from medusa_train.exporting import Exported, check_export, export_heads
 from medusa_train.heads.checkpoint import read_spec
@@ -22,8 +23,8 @@ def export_with_base(
 ) -> Exported:
     """Export heads, and where their base was trained with them, the base too.
 
-    Then ``output`` has the directories ``base``, a plain model, and ``heads``; ``combined`` has
-    both in one. A base that the user gives is not written again.
+    Then ``output`` has the directories ``base``, a plain model, and ``heads``, and a model card of
+    both; ``combined`` has both in one. A base that the user gives is not written again.
 
     Args:
         target: the engine.
@@ -46,14 +47,25 @@ def export_with_base(
             output.parent.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryDirectory(prefix=".base.", dir=output.parent) as name:
                 return _export(target, heads, output, chosen, base=Path(name) / BASE)
+        chosen = replace(chosen, repo_root=output)
         result = _export(target, heads, output / HEADS, chosen, base=output / BASE)
+        warning = (
+            f"the base was trained with the heads: serve {output / BASE}, not "
+            f"{identity.name_or_path}"
+        )
+        write_pair_card(
+            target,
+            heads,
+            output,
+            chosen=chosen,
+            start=result.start,
+            notes=result.warnings,
+            directories=(BASE, HEADS),
+        )
     except BaseException:
         shutil.rmtree(output, ignore_errors=True)
         raise
     files = sorted(str(p.relative_to(output)) for p in output.rglob("*") if p.is_file())
-    warning = (
-        f"the base was trained with the heads: serve {output / BASE}, not {identity.name_or_path}"
-    )
     return replace(result, output=output, files=tuple(files), warnings=(*result.warnings, warning))
 
 

@@ -13,9 +13,6 @@ from torch import Tensor
 from medusa_train.base_facts import BaseFacts, check_shape, read_facts, read_lm_head
 from medusa_train.base_model.fingerprint import base_fingerprint, model_file, weight_files
 from medusa_train.base_model.load import load_tokenizer
-from medusa_train.card.of_run import card_sources
-from medusa_train.card.usage import LIBRARY, Use, base_to_load
-from medusa_train.card.write import CARD_FILE, write_card
 from medusa_train.errors import InputError, MedusaTrainError
 from medusa_train.export import combined, fasterdecoding, mlc, nxd, tensorrt_llm, tgi, vllm
 from medusa_train.export.loaders.view import Request
@@ -30,6 +27,7 @@ from medusa_train.export.source import (
 )
 from medusa_train.export.transformers import export_transformers
 from medusa_train.export.verify import Target, Verification, verify
+from medusa_train.export_card import write_export_card
 from medusa_train.export_options import (
     ExportChoices,
     check_choices,
@@ -88,7 +86,16 @@ def export_heads(
         before = _files(directory)
         written = _write(target, source, directory, options, facts)
         warnings = (*written.warnings, *_logit_warnings(source))
-        _write_card(target, heads, output, directory, chosen, start=written.start, notes=warnings)
+        write_export_card(
+            target,
+            heads,
+            directory,
+            output=output,
+            chosen=chosen,
+            start=written.start,
+            notes=warnings,
+            holds_base=target == "combined" or _is_beside_base(target, directory),
+        )
         request = Request(
             directory,
             str(output),
@@ -142,45 +149,6 @@ def _prepare(
     if target != "transformers":  # its decoder looks at the order of the logits alone
         source = folded(source, scale=rule.scale, soft_cap=rule.soft_cap)
     return cast(source, chosen.dtype), options, facts
-
-
-def _write_card(
-    target: Target,
-    heads: Path,
-    output: Path,
-    directory: Path,
-    chosen: ExportChoices,
-    *,
-    start: str,
-    notes: tuple[str, ...],
-) -> None:
-    """Write the model card, with the start command and the warnings.
-
-    Beside a base model, whose own README.md stays as it is, it is ``README.medusa.md``.
-    """
-    sources = card_sources(heads)
-    if chosen.num_heads is not None:
-        sources = sources.first(chosen.num_heads)
-    if chosen.tree_file is not None:
-        sources = replace(sources, tree=None, tree_paths=None)
-    if chosen.repo is not None:
-        # Whoever reads it there has other directories.
-        for place in (output.resolve(), output):
-            start = start.replace(str(place), "DIRECTORY")
-        if "/" in (name := sources.identity.name_or_path):
-            start = start.replace(name, base_to_load(sources))
-        start = f"DIRECTORY is what `hf download {chosen.repo}` prints.\n\n{start}"
-    points = "".join(f"- {note[:1].upper()}{note[1:]}.\n" for note in notes)
-    known = f"\n\n### Good to know\n\n{points}" if points else ""
-    is_ours = target == "transformers"
-    use = Use(
-        text=f"For {target}.\n\n{start.strip()}{known}",
-        library="transformers" if is_ours else LIBRARY,
-        tags=(target, "custom_generate") if is_ours else (target,),
-        holds_base=target == "combined" or _is_beside_base(target, directory),
-    )
-    name = "README.medusa.md" if (directory / CARD_FILE).exists() else CARD_FILE
-    write_card(directory, sources, use=use, name=name)
 
 
 def _write(

@@ -27,8 +27,7 @@ def card_metadata(sources: CardSources, *, use: Use | None = None) -> ModelCardD
     results = [*_accuracy(sources), *_tree(sources), *_speed(sources), *_quality(sources)]
     return ModelCardData(
         base_model=base.hub_id,
-        # The hub knows four relations; heads are weights beside those of a base that stays.
-        base_model_relation=None if base.hub_id is None else "adapter",
+        base_model_relation=None if base.hub_id is None else _relation(sources, use),
         library_name=use.library if use else LIBRARY,
         pipeline_tag="text-generation",
         license=base.license,
@@ -41,6 +40,12 @@ def card_metadata(sources: CardSources, *, use: Use | None = None) -> ModelCardD
         model_name=f"Medusa heads for {base.name}" if results else None,
         eval_results=results or None,
     )
+
+
+def _relation(sources: CardSources, use: Use | None) -> str:
+    """Of the hub's four: heads are weights beside those of a base that stays."""
+    is_changed = sources.is_joint and use is not None and use.holds_base
+    return "finetune" if is_changed else "adapter"
 
 
 def _accuracy(sources: CardSources) -> list[EvalResult]:

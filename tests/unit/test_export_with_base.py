@@ -7,10 +7,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from huggingface_hub import ModelCard
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from medusa_train.card.metadata import card_metadata
+from medusa_train.card.of_run import card_sources
+from medusa_train.card.usage import Use
 from medusa_train.errors import InputError
+from medusa_train.export.verify import Target
 from medusa_train.export_options import ExportChoices
 from medusa_train.export_with_base import export_with_base
 from medusa_train.exporting import export_heads
@@ -59,6 +64,46 @@ def test_two_directories_fit_together(run: Path, tmp_path: Path) -> None:
     for name, tensor in ours.state_dict().items():
         assert torch.equal(theirs.state_dict()[name], tensor)
     MedusaModel.from_pretrained(tmp_path / "back")
+
+
+def test_a_card_of_both(run: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    result = export_with_base("tgi", run / "heads", out, choices=ExportChoices(num_heads=2))
+    assert "README.md" in result.files
+    card = ModelCard.load(out / "README.md")
+    assert card.text.strip().startswith("# Medusa heads for `base`")
+    assert "With 2 small heads beside it" in card.text
+    assert "The model itself is among these files." in card.text
+    assert (
+        "`base` is the model, which was trained together with its heads, and `heads`" in card.text
+    )
+    start = result.start.strip()
+    assert f"--model-id {out / 'heads'}" in start
+    assert start in card.text
+    assert start in (out / "heads" / "README.md").read_text()
+    assert "tgi" in (card.data.to_dict()["tags"])
+
+
+@pytest.mark.parametrize("target", ["vllm", "tgi", "transformers"])
+def test_on_the_hub_no_card_names_a_directory_of_this_machine(
+    run: Path, tmp_path: Path, target: Target
+) -> None:
+    out = tmp_path / "out"
+    export_with_base(target, run / "heads", out, choices=ExportChoices(repo="someone/both"))
+    for card in (out / "README.md", out / "heads" / "README.md"):
+        text = card.read_text()
+        assert str(tmp_path) not in text
+        assert str(run.parent) not in text
+        assert "DIRECTORY is what `hf download someone/both` prints." in text
+        assert "DIRECTORY/heads" in text
+        assert "DIRECTORY/base" in text
+
+
+def test_a_base_that_is_among_the_files_is_a_finetune(run: Path) -> None:
+    sources = card_sources(run / "heads", base_model_id="someone/base")
+    assert card_metadata(sources).to_dict()["base_model_relation"] == "adapter"
+    both = card_metadata(sources, use=Use("Start it so.", holds_base=True))
+    assert both.to_dict()["base_model_relation"] == "finetune"
 
 
 def test_an_export_for_transformers_names_the_trained_base(run: Path, tmp_path: Path) -> None:
