@@ -1,4 +1,4 @@
-"""A real HTTP server on loopback that answers like the hub where files are sent to it.
+"""A real HTTP server on loopback that answers like the hub where files are sent to it or fetched.
 
 It keeps what it is sent: repositories with their files, and every request.
 """
@@ -124,6 +124,8 @@ class _Handler(BaseHTTPRequestHandler):
             self._send(200, {"transfer": "basic", "objects": self._places(json.loads(body))})
         elif match := re.fullmatch(r"/api/models/([^/]+/[^/]+)(/.*)?", path):
             self._model(match[1], match[2] or "", body)
+        elif match := re.fullmatch(rf"/([^/]+/[^/]+)/resolve/{COMMIT}/(.+)", path):
+            self._file(match[1], match[2])
         elif match := re.fullmatch(r"/([^/]+/[^/]+)/resolve/main/README\.md", path):
             self._card(match[1])
         else:
@@ -145,9 +147,16 @@ class _Handler(BaseHTTPRequestHandler):
         ]
 
     def _model(self, name: str, rest: str, body: bytes) -> None:
-        repository = self.hub.repositories.get(name)
+        repository = self._readable(name)
         if repository is None:
             self._send(404, {"error": "Repository not found"}, {"X-Error-Code": "RepoNotFound"})
+        elif rest.startswith("/revision/") and rest not in {
+            "/revision/main",
+            f"/revision/{COMMIT}",
+        }:
+            self._send(404, {"error": "Invalid rev id"}, {"X-Error-Code": "RevisionNotFound"})
+        elif rest.startswith("/tree/"):
+            self._send(200, [_entry(name, content) for name, content in repository.files.items()])
         elif rest.startswith("/preupload/"):
             asked = json.loads(body)["files"]
             self._send(200, {"files": [self._mode(file["path"]) for file in asked]})
@@ -159,6 +168,21 @@ class _Handler(BaseHTTPRequestHandler):
             siblings = [{"rfilename": file} for file in repository.files]
             info = {"id": name, "private": repository.private, "sha": COMMIT}
             self._send(200, {**info, "siblings": siblings})
+
+    def _readable(self, name: str) -> Repository | None:
+        """The repository; a private one is there for its owner alone."""
+        repository = self.hub.repositories.get(name)
+        is_owner = self.headers.get("Authorization") == f"Bearer {self.hub.token}"
+        return repository if repository is None or is_owner or not repository.private else None
+
+    def _file(self, name: str, path: str) -> None:
+        repository = self._readable(name)
+        if repository is None or path not in repository.files:
+            self._send(404, {"error": "no such file"}, {"X-Error-Code": "EntryNotFound"})
+            return
+        content = repository.files[path]
+        headers = {"ETag": f'"{hashlib.sha256(content).hexdigest()}"', "X-Repo-Commit": COMMIT}
+        self._write(200, content, {**headers, "Content-Type": "application/octet-stream"})
 
     def _mode(self, path: str) -> dict[str, Any]:
         mode = "lfs" if path.endswith(LARGE) else "regular"
@@ -186,9 +210,7 @@ class _Handler(BaseHTTPRequestHandler):
         headers = {"ETag": '"1"', "X-Repo-Commit": COMMIT, "Content-Type": "text/plain"}
         self._write(200, content, headers)
 
-    def _send(
-        self, status: int, value: dict[str, Any], headers: dict[str, str] | None = None
-    ) -> None:
+    def _send(self, status: int, value: Any, headers: dict[str, str] | None = None) -> None:
         content = json.dumps(value).encode()
         self._write(status, content, {"Content-Type": "application/json", **(headers or {})})
 
@@ -200,3 +222,8 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         if self.command != "HEAD":
             self.wfile.write(content)
+
+
+def _entry(path: str, content: bytes) -> dict[str, Any]:
+    """A file as a listing has it."""
+    return {"type": "file", "path": path, "size": len(content), "oid": "0" * 40}

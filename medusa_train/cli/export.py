@@ -117,9 +117,17 @@ def export(
 
 def import_heads(
     source: Annotated[
-        Path, typer.Argument(metavar="SRC", help="A directory with heads in any engine's form.")
+        str,
+        typer.Argument(
+            metavar="SRC",
+            help="A directory with heads in any engine's form, or OWNER/NAME on the hub.",
+        ),
     ],
     output: Annotated[Path, typer.Argument(help="The heads directory to write.")],
+    revision: Annotated[
+        str | None,
+        typer.Option(help="Branch, tag or commit of SRC on the hub. Default: main."),
+    ] = None,
     base_model: Annotated[
         str | None,
         typer.Option(help="Hub id or directory of the base. Default: the one the config names."),
@@ -143,12 +151,16 @@ def import_heads(
     """Make a heads directory from heads in any engine's form.
 
     The form is told from names and shapes. Pickles may hold tensors and nothing else; nothing in
-    SRC is run.
+    SRC is run. A repository of the hub is fetched into its cache first.
     """
+    from medusa_train.export.fetch import local_directory
+
+    directory = local_directory(source, revision=revision, file=file)
+
     from medusa_train.importing import import_heads as do_import
 
     result = do_import(
-        source,
+        directory,
         output,
         base_model=base_model,
         layout=layout.value if layout else None,

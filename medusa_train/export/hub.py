@@ -27,7 +27,7 @@ from medusa_train.console import log, warn
 from medusa_train.errors import InputError, MedusaTrainError
 
 # The base of all that the client raises for requests; its own package has no name for it.
-_HTTPError: type[Exception] = HfHubHTTPError.__bases__[0]
+HTTPError: type[Exception] = HfHubHTTPError.__bases__[0]
 _WEIGHTS = (".safetensors", ".pt")
 _REMEDIES = {
     401: "the hub does not accept the token (401); make one that may write, and set HF_TOKEN or "
@@ -212,10 +212,15 @@ def list_files(directory: Path, names: Sequence[str]) -> tuple[ListedFile, ...]:
     return tuple(listed)
 
 
-def _api() -> HfApi:
+def quiet_in_logs() -> None:
+    """Switch the client's progress bars off where they do not go to a terminal."""
     if not sys.stderr.isatty():
         # In a log file each bar is one long line.
         disable_progress_bars()
+
+
+def _api() -> HfApi:
+    quiet_in_logs()
     return HfApi(library_name="medusa-train")
 
 
@@ -238,18 +243,18 @@ def _explained(repo: str) -> Iterator[None]:
         status = error.response.status_code
         if status in _REMEDIES:
             raise InputError(f"{repo}: {_REMEDIES[status]}") from None
-        said = _without_token(error.server_message or "no reason given")
+        said = without_token(error.server_message or "no reason given")
         raise MedusaTrainError(f"{repo}: the hub answered {status}: {said}") from None
-    except (_HTTPError, OSError, ValueError, RuntimeError) as error:
+    except (HTTPError, OSError, ValueError, RuntimeError) as error:
         # The client's own texts; one for a failed upload names the file and wraps the cause.
         cause = error.__cause__ or error
-        said = _without_token(f"{error}" if cause is error else f"{error} {cause}")
+        said = without_token(f"{error}" if cause is error else f"{error} {cause}")
         raise MedusaTrainError(
             f"{repo}: the files could not be sent: {said}; what was committed before is as it was"
         ) from None
 
 
-def _without_token(text: str) -> str:
+def without_token(text: str) -> str:
     """One line of a text from outside, with the token, should it be there, taken out."""
     token = get_token()
     return " ".join((text.replace(token, "…") if token else text).split())
