@@ -22,6 +22,7 @@ import torch
 from medusa_train.console import format_seconds, is_main_process, log, table
 from medusa_train.distributed import on_main, process_group
 from medusa_train.errors import InputError
+from medusa_train.export_stage import check_repositories
 from medusa_train.json_values import read_json
 from medusa_train.quality.tasks import check_tasks
 from medusa_train.recipe.load import LoadedRecipe, dump_resolved
@@ -65,7 +66,8 @@ def run_pipeline(
 
     Raises:
         InputError: a stage that the recipe does not have; a missing file; a tracker or lm-eval that
-            is not installed; output that was made with other settings.
+            is not installed; output that was made with other settings; a repository of the hub that
+            cannot be written to.
     """
     stages = _chosen(loaded, only=only, start=start)
     loaded.require_files()
@@ -88,6 +90,8 @@ def _run(loaded: LoadedRecipe, stages: list[str], *, alone: bool, anew: bool, dr
         ]
         table(f"{loaded.path} → {workspace.run.root}", ["stage", "state"], rows)
         return workspace.run
+    if "export" in stages and not _record("export", workspace.run).get("finished"):
+        on_main(lambda: check_repositories(loaded.recipe.export))
     with ExitStack() as stack:
         # The lock and the manifest are the main process's; what it writes all processes read.
         on_main(lambda: _begin(stack, stages, workspace, anew=anew))

@@ -25,21 +25,18 @@ from medusa_train.evaluate.quality_words import verdict_line
 from medusa_train.evaluate.ranks import RANKS_FILE, read_ranks
 from medusa_train.evaluate.tree import search_tree
 from medusa_train.evaluate.tree_report import remove_tree
-from medusa_train.export_options import TREE_TARGETS, ExportChoices
-from medusa_train.exporting import export_heads
+from medusa_train.export_stage import run_export
 from medusa_train.generation import generate
 from medusa_train.heads.checkpoint import load_heads, read_spec
 from medusa_train.hidden_states.cache import build_cache
 from medusa_train.json_values import read_json
 from medusa_train.medusa_model import MedusaModel
-from medusa_train.merging import merge_run
 from medusa_train.quality.judge import JudgeOptions
 from medusa_train.quality.measure import compare_models
 from medusa_train.quality.options import QualityOptions
 from medusa_train.quality.subject import subject_of_run
 from medusa_train.recipe.schema import DistillSection
-from medusa_train.run_dir import write_json
-from medusa_train.stages import EXPORTS_FILE, Workspace
+from medusa_train.stages import Workspace
 from medusa_train.step_latency import step_kind, step_latency
 from medusa_train.training_stage import train
 from medusa_train.tree.latency import LatencyCurve
@@ -59,7 +56,7 @@ def run_stage(stage: str, workspace: Workspace) -> Mapping[str, Any]:
         "accuracy": _accuracy,
         "tree": _tree,
         "quality": _quality,
-        "export": _export,
+        "export": run_export,
         "card": _card,
     }
     action = actions[stage]
@@ -236,38 +233,6 @@ def _quality(workspace: Workspace) -> Mapping[str, Any]:
     )
     log(verdict_line(report))
     return {"kept": report["verdict"]["kept"]}
-
-
-def _export(workspace: Workspace) -> Mapping[str, Any]:
-    section, run = workspace.recipe.export, workspace.run
-    shutil.rmtree(run.exports, ignore_errors=True)
-    written: dict[str, list[str]] = {}
-    _, identity = read_spec(run.heads)
-    base = None
-    if identity.trained is not None:
-        base = run.exports / "base"
-        merge_run(run.heads, base)
-    for target in section.targets:
-        runs_chain = target not in TREE_TARGETS
-        result = export_heads(
-            target,
-            run.heads,
-            run.exports / target,
-            choices=ExportChoices(
-                base_model=None if base is None else str(base),
-                dtype=section.dtype,
-                num_heads=section.num_heads,
-                layout=section.layout,
-                num_speculative_tokens=section.num_speculative_tokens if runs_chain else None,
-                min_version=section.min_version if target == "vllm" else None,
-            ),
-        )
-        for warning in result.warnings:
-            warn(warning)
-        log(f"{result.output}: read back as {target} does")
-        written[target] = list(result.files)
-    write_json(run.exports / EXPORTS_FILE, written)
-    return {"targets": list(written)}
 
 
 def _card(workspace: Workspace) -> Mapping[str, Any]:

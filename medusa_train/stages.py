@@ -348,7 +348,9 @@ def _later_fingerprint(stage: str, workspace: Workspace, *, text: list[Any]) -> 
     if stage == "export":
         choices = run.heads / CHOICES_FILE
         tree = file_fingerprint(choices) if choices.exists() else None
-        return fingerprint([heads, tree, workspace.recipe.export.model_dump()])
+        # Older runs were fingerprinted without these.
+        later = {"push_to_hub", "public"} if workspace.recipe.export.push_to_hub is None else None
+        return fingerprint([heads, tree, workspace.recipe.export.model_dump(exclude=later)])
     reports = [run.report / name for name in REPORT_FILES]
     contents = [file_fingerprint(path) if path.exists() else None for path in reports]
     known = [heads, workspace.data_fingerprint, contents]

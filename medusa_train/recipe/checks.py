@@ -28,6 +28,7 @@ Wrong = tuple[Key, str]
 _PATTERNS = {
     "languages": "must be a language's code of two or three letters, such as en",
     "min_version": "must be a version such as 0.25",
+    "push_to_hub": "must be a repository of the hub, OWNER/NAME",
 }
 _WANTED = {
     "bool_type": "must be true or false",

@@ -20,7 +20,11 @@ def export_mistakes(
         export: that section; values of other types are left to other checks.
         heads: the section of the heads.
     """
-    targets = export.get("targets")
+    targets, repo = export.get("targets"), export.get("push_to_hub")
+    if repo is not None and not targets:
+        yield "push_to_hub", "is for an export, and there is none; set export.targets"
+    if repo is None and export.get("public") is True:
+        yield "public", "is for what is sent to the hub; set export.push_to_hub, or remove it"
     if not isinstance(targets, list):
         return
     for target in [t for i, t in enumerate(targets) if t in targets[:i]]:

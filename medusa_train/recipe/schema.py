@@ -282,6 +282,11 @@ class ExportSection(Section):
     min_version: Annotated[str, Field(pattern=r"^[0-9]+\.[0-9]+")] | None = None
     """Oldest version of vLLM that has to load the export, in quotes, such as `"0.25"`; null is
     every version up to 0.32."""
+    push_to_hub: Annotated[str, Field(pattern=r"^[\w.-]+/[\w.-]+$")] | None = None
+    """Repository of the hub, `OWNER/NAME`, that the export goes to; of several targets each goes to
+    `OWNER/NAME-TARGET`. The token is that of `HF_TOKEN` or of the stored login. Null sends none."""
+    public: bool = False
+    """Make the repository public, and allow one that is; otherwise it has to be private."""
 
 
 class TrackingSection(Section):

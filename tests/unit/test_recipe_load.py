@@ -251,6 +251,18 @@ def test_packing_is_for_online_states(write):
             ["export={targets: [vllm], min_version: new}"],
             "export.min_version: must be a version such as 0.25; got 'new'",
         ),
+        (
+            ["export={targets: [vllm], push_to_hub: heads}"],
+            "export.push_to_hub: must be a repository of the hub, OWNER/NAME; got 'heads'",
+        ),
+        (
+            ["export.push_to_hub=someone/heads"],
+            "export.push_to_hub: is for an export, and there is none; set export.targets",
+        ),
+        (
+            ["export={targets: [vllm], public: true}"],
+            "export.public: is for what is sent to the hub; set export.push_to_hub, or remove it",
+        ),
         (["evaluate.tree.num_nodes=0"], "evaluate.tree.num_nodes: must be at least 1; got 0"),
         (
             ["evaluate.tree=true"],
