@@ -9,7 +9,12 @@ from typing import Any
 
 from safetensors import safe_open
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from medusa_train.base_model.features import (
     LogitRule,
@@ -18,7 +23,7 @@ from medusa_train.base_model.features import (
     output_projection,
 )
 from medusa_train.base_model.fingerprint import base_fingerprint, weight_files
-from medusa_train.base_model.load import load_base_model
+from medusa_train.base_model.load import load_base_model, load_tokenizer
 from medusa_train.errors import InputError
 from medusa_train.heads.config import BaseIdentity, HeadsConfig
 from medusa_train.plan.model_shape import load_config, meta_model, one_layer_config
@@ -37,6 +42,7 @@ class BaseFacts:
         vocab_size: V, rows of ``lm_head``.
         lm_head_bias: whether it has a bias.
         logit_rule: what the model does after ``lm_head``.
+        trust_remote_code: whether code that comes with the model may run.
     """
 
     name_or_path: str
@@ -47,6 +53,12 @@ class BaseFacts:
     vocab_size: int
     lm_head_bias: bool
     logit_rule: LogitRule
+    trust_remote_code: bool = False
+
+    @property
+    def has_own_code(self) -> bool:
+        """Whether the model's class comes with its files."""
+        return type(self.model).__module__.startswith("transformers_modules.")
 
     @property
     def config(self) -> Mapping[str, Any]:
@@ -59,21 +71,30 @@ class BaseFacts:
         return base_fingerprint(self.name_or_path, gguf_file=self.gguf_file, revision=self.revision)
 
 
-def read_facts(identity: BaseIdentity, *, base_model: str | None = None) -> BaseFacts:
+def read_facts(
+    identity: BaseIdentity, *, base_model: str | None = None, trust_remote_code: bool = False
+) -> BaseFacts:
     """The facts of the base that heads name, or of ``base_model``.
 
+    Args:
+        identity: what the heads name.
+        base_model: hub id or directory, instead.
+        trust_remote_code: run code that comes with the model.
+
     Raises:
-        InputError: its config is not there, or cannot be read.
+        InputError: its config is not there, cannot be read, or needs code of its own.
     """
     is_named = base_model is None
     name = base_model or identity.name_or_path
     gguf_file = identity.gguf_file if is_named else None
     revision = identity.revision if is_named else None
     try:
-        config = load_config(name, gguf_file=gguf_file, revision=revision)
+        config = load_config(
+            name, gguf_file=gguf_file, revision=revision, trust_remote_code=trust_remote_code
+        )
     except InputError as error:
         raise InputError(f"{error}; --base-model says where the base is") from error
-    model = meta_model(config)
+    model = meta_model(config, trust_remote_code=trust_remote_code)
     weight, bias = output_projection(model)
     return BaseFacts(
         name_or_path=name,
@@ -83,7 +104,8 @@ def read_facts(identity: BaseIdentity, *, base_model: str | None = None) -> Base
         hidden_size=weight.shape[1],
         vocab_size=weight.shape[0],
         lm_head_bias=bias is not None,
-        logit_rule=_logit_rule(config),
+        logit_rule=_logit_rule(config, trust_remote_code=trust_remote_code),
+        trust_remote_code=trust_remote_code,
     )
 
 
@@ -104,6 +126,20 @@ def check_shape(facts: BaseFacts, config: HeadsConfig, *, where: Path) -> None:
             )
 
 
+def read_tokenizer(facts: BaseFacts) -> PreTrainedTokenizerBase:
+    """The base's tokenizer.
+
+    Raises:
+        InputError: there is none.
+    """
+    return load_tokenizer(
+        facts.name_or_path,
+        gguf_file=facts.gguf_file,
+        revision=facts.revision,
+        trust_remote_code=facts.trust_remote_code,
+    )
+
+
 def read_lm_head(facts: BaseFacts) -> Tensor:
     """[V, D] the base's ``lm_head``: that tensor alone where it can be told from the others.
 
@@ -115,7 +151,11 @@ def read_lm_head(facts: BaseFacts) -> Tensor:
         if found is not None:
             return found
     base = load_base_model(
-        facts.name_or_path, gguf_file=facts.gguf_file, revision=facts.revision, device="cpu"
+        facts.name_or_path,
+        gguf_file=facts.gguf_file,
+        revision=facts.revision,
+        trust_remote_code=facts.trust_remote_code,
+        device="cpu",
     )
     return output_projection(base.model)[0].detach()
 
@@ -137,14 +177,16 @@ def _stored_lm_head(facts: BaseFacts) -> Tensor | None:
     return None
 
 
-def _logit_rule(config: PretrainedConfig) -> LogitRule:
+def _logit_rule(config: PretrainedConfig, *, trust_remote_code: bool) -> LogitRule:
     """What the architecture does after ``lm_head``; a model of one layer with random weights shows.
 
     It is code in the model's forward, so where the config names a scale or a cap the code is run.
     """
     if candidate_rules(config) == [LogitRule()]:
         return LogitRule()
-    small = AutoModelForCausalLM.from_config(one_layer_config(config))
+    small = AutoModelForCausalLM.from_config(
+        one_layer_config(config), trust_remote_code=trust_remote_code
+    )
     # transformers wraps .float() so that mypy cannot read it.
     nn.Module.float(small)
     return check_features(small)

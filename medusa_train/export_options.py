@@ -28,6 +28,7 @@ class ExportChoices:
         layout: ``full`` or ``shared``, where nothing is lost.
         num_speculative_tokens: length of the chain.
         min_version: oldest version of vLLM that has to load the export, such as ``0.25``.
+        trust_remote_code: run code that comes with the base.
         repo: ``OWNER/NAME`` on the hub, where the export goes there: its card says so.
         repo_root: the directory that goes there, where the export is a part of it.
     """
@@ -39,6 +40,7 @@ class ExportChoices:
     layout: Layout | None = None
     num_speculative_tokens: int | None = None
     min_version: str | None = None
+    trust_remote_code: bool = False
     repo: str | None = None
     repo_root: Path | None = None
 

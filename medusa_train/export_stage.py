@@ -15,7 +15,7 @@ from medusa_train.exporting import Exported, export_heads
 from medusa_train.heads.checkpoint import read_spec
 from medusa_train.merging import merge_run
 from medusa_train.recipe.schema import ExportSection
-from medusa_train.run_dir import RunDir, write_json
+from medusa_train.run_dir import write_json
 from medusa_train.stages import EXPORTS_FILE, Workspace
 
 
@@ -48,16 +48,18 @@ def run_export(workspace: Workspace) -> Mapping[str, Any]:
     section, run = workspace.recipe.export, workspace.run
     check_repositories(section)
     shutil.rmtree(run.exports, ignore_errors=True)
-    repos = repositories(section)
+    repos, trusted = repositories(section), workspace.recipe.base_model.trust_remote_code
     written: dict[str, list[str]] = {}
     sent: dict[str, str | None] = {}
     base = None
     # What goes to the hub has the trained base in the same repository.
     if not repos and read_spec(run.heads)[1].trained is not None:
         base = str(run.exports / "base")
-        merge_run(run.heads, run.exports / "base")
+        merge_run(run.heads, run.exports / "base", trust_remote_code=trusted)
     for target in section.targets:
-        result = _export(target, run, section, base=base, repo=repos.get(target))
+        choices = _choices(target, section, base=base, repo=repos.get(target), trusted=trusted)
+        write = export_with_base if target in repos else export_heads
+        result = write(target, run.heads, run.exports / target, choices=choices)
         for warning in result.warnings:
             warn(warning)
         log(f"{result.output}: read back as {target} does")
@@ -68,21 +70,20 @@ def run_export(workspace: Workspace) -> Mapping[str, Any]:
     return {"targets": list(written), **({"hub": sent} if sent else {})}
 
 
-def _export(
-    target: Target, run: RunDir, section: ExportSection, *, base: str | None, repo: str | None
-) -> Exported:
+def _choices(
+    target: Target, section: ExportSection, *, base: str | None, repo: str | None, trusted: bool
+) -> ExportChoices:
     runs_chain = target not in TREE_TARGETS
-    choices = ExportChoices(
+    return ExportChoices(
         base_model=base,
         dtype=section.dtype,
         num_heads=section.num_heads,
         layout=section.layout,
         num_speculative_tokens=section.num_speculative_tokens if runs_chain else None,
         min_version=section.min_version if target == "vllm" else None,
+        trust_remote_code=trusted,
         repo=repo,
     )
-    write = export_heads if repo is None else export_with_base
-    return write(target, run.heads, run.exports / target, choices=choices)
 
 
 def _push(result: Exported, repo: str, section: ExportSection) -> Push:

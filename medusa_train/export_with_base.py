@@ -72,5 +72,5 @@ def export_with_base(
 def _export(
     target: Target, heads: Path, output: Path, chosen: ExportChoices, *, base: Path
 ) -> Exported:
-    merge_run(heads, base)
+    merge_run(heads, base, trust_remote_code=chosen.trust_remote_code)
     return export_heads(target, heads, output, choices=replace(chosen, base_model=str(base)))

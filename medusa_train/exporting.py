@@ -10,12 +10,12 @@ from pathlib import Path
 
 from torch import Tensor
 
-from medusa_train.base_facts import BaseFacts, check_shape, read_facts, read_lm_head
+from medusa_train.base_facts import BaseFacts, check_shape, read_facts, read_lm_head, read_tokenizer
 from medusa_train.base_model.fingerprint import base_fingerprint, model_file, weight_files
-from medusa_train.base_model.load import load_tokenizer
 from medusa_train.errors import InputError, MedusaTrainError
 from medusa_train.export import combined, fasterdecoding, mlc, nxd, tensorrt_llm, tgi, vllm
 from medusa_train.export.loaders.view import Request
+from medusa_train.export.refusals import refuse
 from medusa_train.export.source import (
     HeadTensors,
     ServeOptions,
@@ -85,7 +85,7 @@ def export_heads(
     with _output_directory(target, output) as directory:
         before = _files(directory)
         written = _write(target, source, directory, options, facts)
-        warnings = (*written.warnings, *_logit_warnings(source))
+        warnings = (*written.warnings, *_logit_warnings(source), *_code_warnings(facts))
         write_export_card(
             target,
             heads,
@@ -121,7 +121,7 @@ def check_export(target: Target, heads: Path, output: Path, chosen: ExportChoice
     """
     check_choices(target, chosen)
     source = read_heads(heads, num_heads=chosen.num_heads)
-    facts = read_facts(source.base)
+    facts = read_facts(source.base, trust_remote_code=chosen.trust_remote_code)
     options = serve_options(target, source, heads=heads, output=output, chosen=chosen)
     config = replace(source.config, layout=chosen.layout or source.config.layout)
     kind = str(facts.config["model_type"])
@@ -170,10 +170,8 @@ def _write(
         case "combined":
             return _write_combined(source, directory, options, facts)
         case "transformers":
-            tokenizer = load_tokenizer(
-                facts.name_or_path, gguf_file=facts.gguf_file, revision=facts.revision
-            )
-            return export_transformers(source, directory, options, num_tokens=len(tokenizer))
+            num_tokens = len(read_tokenizer(facts))
+            return export_transformers(source, directory, options, num_tokens=num_tokens)
 
 
 def _write_combined(
@@ -181,6 +179,12 @@ def _write_combined(
 ) -> Written:
     name, revision = facts.name_or_path, facts.revision
     config = model_file(name, "config.json", revision=revision)
+    if facts.has_own_code:
+        raise refuse(
+            "combined",
+            f"{name} comes with code of its own, which the engine does not run",
+            "decode with export transformers",
+        )
     if config is None or facts.gguf_file is not None:
         raise InputError(
             f"{name}: combined copies the base's safetensors files, and it has none; save it as "
@@ -193,7 +197,7 @@ def _write_combined(
         base_config=config,
         base_weights=weight_files(name, revision=revision),
     )
-    load_tokenizer(name, revision=revision).save_pretrained(directory)
+    read_tokenizer(facts).save_pretrained(directory)
     generation = model_file(name, "generation_config.json", revision=revision)
     if generation is not None:
         shutil.copyfile(generation, directory / generation.name)
@@ -240,7 +244,11 @@ def _facts(heads: Path, source: HeadTensors, output: Path, chosen: ExportChoices
             f"{heads}: heads of a base model that was trained with them; give the trained base "
             "that medusa-train merge wrote (--base-model)"
         )
-    facts = read_facts(source.base, base_model=chosen.base_model)
+    facts = read_facts(
+        source.base,
+        base_model=chosen.base_model,
+        trust_remote_code=chosen.trust_remote_code,
+    )
     check_shape(facts, source.config, where=heads)
     # The base that the heads name may be there without weights; others have to be its copies.
     in_output = str(output) if (output / "config.json").exists() else None
@@ -274,6 +282,14 @@ def _logit_warnings(source: HeadTensors) -> Iterator[str]:
         )
     if source.logit_scale != 1.0:
         yield f"the base's logit scale of {source.logit_scale:g} is in the exported matrices"
+
+
+def _code_warnings(facts: BaseFacts) -> Iterator[str]:
+    if facts.has_own_code:
+        yield (
+            "the base comes with code of its own: what loads it runs that only where it is told "
+            "to, most often with trust_remote_code"
+        )
 
 
 @contextmanager

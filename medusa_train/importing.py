@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from medusa_train.base_facts import BaseFacts, check_shape, read_facts, read_lm_head
-from medusa_train.base_model.load import load_tokenizer
+from medusa_train.base_facts import BaseFacts, check_shape, read_facts, read_lm_head, read_tokenizer
 from medusa_train.console import log, warn
 from medusa_train.errors import InputError, InputErrors
 from medusa_train.export.files import inside, read_config, require_directory
@@ -58,6 +57,7 @@ def import_heads(
     layout: Layout | None = None,
     file: str | None = None,
     trust_tensors: bool = False,
+    trust_remote_code: bool = False,
 ) -> Imported:
     """What ``medusa-train import`` does.
 
@@ -68,6 +68,7 @@ def import_heads(
         layout: ``full`` or ``shared``, where nothing is lost; None for what the tensors have.
         file: read this weights file alone.
         trust_tensors: where the config contradicts the tensors, take the tensors.
+        trust_remote_code: run code that comes with the base; none of ``source`` is run.
 
     Raises:
         InputError: no heads, several that differ, no base, or a base of another shape.
@@ -89,15 +90,16 @@ def import_heads(
     for text in contradictions:
         warn(f"{where}: {text}; the tensors are taken")
     found = _with_ascending_map(found)
-    facts = _base(source, config, found, base_model)
+    name = _base_name(source, config, found, base_model)
+    facts = read_facts(BaseIdentity(name, ""), base_model=name, trust_remote_code=trust_remote_code)
     heads = _as_heads(source, config, found, facts, layout)
     _write(source, output, heads, facts)
     return Imported(output, found.convention, found.files, heads.config, heads.base)
 
 
-def _base(
+def _base_name(
     source: Path, config: Mapping[str, Any], found: Recognised, base_model: str | None
-) -> BaseFacts:
+) -> str:
     """The base: as given, as the config names it, or the directory itself (NxD's form)."""
     named = config.get("base_model_name_or_path")
     if found.convention == "nxd" and config and named is None:
@@ -105,7 +107,7 @@ def _base(
     name = base_model or (named if isinstance(named, str) else None)
     if name is None:
         raise InputError(f"{source}: names no base model; give it with --base-model")
-    return read_facts(BaseIdentity(name, ""), base_model=name)
+    return name
 
 
 def _with_ascending_map(found: Recognised) -> Recognised:
@@ -195,9 +197,7 @@ def _write(source: Path, output: Path, heads: HeadTensors, facts: BaseFacts) -> 
             read_tree(choices).check_fits(num_heads=heads.config.num_heads)
         except TreeError as error:
             raise InputError(f"{choices}: {error}; give a tree that the heads can fill") from error
-    tokenizer = load_tokenizer(
-        facts.name_or_path, gguf_file=facts.gguf_file, revision=facts.revision
-    )
+    tokenizer = read_tokenizer(facts)
     with atomic_directory(output) as temporary:
         tensors = {name: tensor.contiguous() for name, tensor in heads.tensors.items()}
         save_tensors(tensors, temporary, config=heads.config, base=heads.base)

@@ -24,6 +24,7 @@ def verify_directory(
     num_heads: int | None = None,
     num_speculative_tokens: int | None = None,
     min_version: str | None = None,
+    trust_remote_code: bool = False,
 ) -> Verification:
     """What ``medusa-train verify`` does.
 
@@ -36,6 +37,7 @@ def verify_directory(
         num_heads: compare with the first so many heads.
         num_speculative_tokens: length of the chain that will be asked for.
         min_version: of vLLM.
+        trust_remote_code: run code that comes with the base; none of ``directory`` is run.
 
     Raises:
         InputError: the directory is not there or not safe to read; the heads cannot be read.
@@ -44,7 +46,7 @@ def verify_directory(
     if num_heads is not None and heads is None:
         raise InputError("--num-heads: is for comparing; give --heads HEADS with it")
     source = None if heads is None else read_heads(heads, num_heads=num_heads)
-    facts = _facts(source, base_model)
+    facts = _facts(source, base_model, trust_remote_code=trust_remote_code)
     if source is not None and heads is not None:
         source = _as_exported(source, directory, target, facts, where=heads)
     request = Request(
@@ -57,13 +59,16 @@ def verify_directory(
     return verify(target, request, heads=source)
 
 
-def _facts(source: HeadTensors | None, base_model: str | None) -> BaseFacts | None:
+def _facts(
+    source: HeadTensors | None, base_model: str | None, *, trust_remote_code: bool
+) -> BaseFacts | None:
     """The base, where it is named and at hand; nothing is fetched that was not asked for."""
     if base_model is not None:
-        return read_facts(BaseIdentity(base_model, ""), base_model=base_model)
+        identity = BaseIdentity(base_model, "")
+        return read_facts(identity, base_model=base_model, trust_remote_code=trust_remote_code)
     # A base that was trained with its heads is another than the one by that name.
     if source is not None and source.base.trained is None and _is_here(source):
-        return read_facts(source.base)
+        return read_facts(source.base, trust_remote_code=trust_remote_code)
     return None
 
 

@@ -26,6 +26,11 @@ _PATH_KEYS = frozenset({"_name_or_path", "name_or_path"})
 TRAINED_KEY = "medusa_train"
 """Key of a config that says what was merged into the model."""
 _SINGLE_FILES = ("model.safetensors", "pytorch_model.bin")
+OWN_CODE = (
+    "it comes with code of its own, which runs only where base_model.trust_remote_code or "
+    "--trust-remote-code says so; only for sources that you trust"
+)
+"""What to do where :func:`needs_its_code`."""
 
 
 def base_fingerprint(
@@ -147,4 +152,11 @@ def _sample(path: Path) -> str:
 def first_line(error: Exception) -> str:
     """The first line of a library's message; its others are advice for that library's callers."""
     text = str(error).strip()
+    if needs_its_code(error):
+        return OWN_CODE
     return text.splitlines()[0] if text else type(error).__name__
+
+
+def needs_its_code(error: Exception) -> bool:
+    """Whether transformers refused a model because code that comes with it would have to run."""
+    return "trust_remote_code=True" in str(error)

@@ -11,7 +11,7 @@ import typer
 
 from medusa_train.cli.app import Json
 from medusa_train.cli.hub import IsDryRun, IsPublic, PushTo, exported
-from medusa_train.cli.options import Dtype
+from medusa_train.cli.options import Dtype, TrustRemoteCode
 
 
 class Target(enum.StrEnum):
@@ -73,6 +73,7 @@ def export(
         Dtype, typer.Option(help="Of the weights; auto is that of the heads' file.")
     ] = Dtype.AUTO,
     min_version: MinVersion = None,
+    trust_remote_code: TrustRemoteCode = False,
     push_to_hub: PushTo = None,
     public: IsPublic = False,
     dry_run: IsDryRun = False,
@@ -103,6 +104,7 @@ def export(
                 layout=layout.value if layout else None,
                 num_speculative_tokens=num_speculative_tokens,
                 min_version=min_version,
+                trust_remote_code=trust_remote_code,
                 repo=push_to_hub,
             ),
         )
@@ -146,6 +148,7 @@ def import_heads(
         bool,
         typer.Option("--trust-tensors", help="Where config.json says otherwise, take the tensors."),
     ] = False,
+    trust_remote_code: TrustRemoteCode = False,
     as_json: Json = False,
 ) -> None:
     """Make a heads directory from heads in any engine's form.
@@ -166,6 +169,7 @@ def import_heads(
         layout=layout.value if layout else None,
         file=file,
         trust_tensors=trust_tensors,
+        trust_remote_code=trust_remote_code,
     )
     config = result.config
     if as_json:
@@ -199,6 +203,7 @@ def verify(
         int | None, typer.Option(help="Length of the chain that will be asked for.")
     ] = None,
     min_version: MinVersion = None,
+    trust_remote_code: TrustRemoteCode = False,
     as_json: Json = False,
 ) -> None:
     """Say what an engine would do with a directory, by that engine's own rules.
@@ -217,6 +222,7 @@ def verify(
         num_heads=num_heads,
         num_speculative_tokens=num_speculative_tokens,
         min_version=min_version,
+        trust_remote_code=trust_remote_code,
     )
     if as_json:
         typer.echo(

@@ -1,4 +1,4 @@
-"""Options that several commands of ``medusa-eval`` share."""
+"""Options that several commands share."""
 
 from __future__ import annotations
 
@@ -32,6 +32,9 @@ TreeFile = Annotated[
     ),
 ]
 Template = Annotated[str | None, typer.Option(help="Jinja template or its path.")]
+TrustRemoteCode = Annotated[
+    bool, typer.Option("--trust-remote-code", help="Run code that comes with the base.")
+]
 MaxNewTokens = Annotated[int, typer.Option(min=1, help="Most tokens of an answer.")]
 IsCompiled = Annotated[
     bool,

@@ -14,7 +14,7 @@ from medusa_train.cli.app import Json, Overrides, make_app, print_errors
 from medusa_train.cli.card import card
 from medusa_train.cli.export import export, import_heads, verify
 from medusa_train.cli.hub import push
-from medusa_train.cli.options import Dtype
+from medusa_train.cli.options import Dtype, TrustRemoteCode
 from medusa_train.cli.plot import plot
 from medusa_train.errors import InputError
 
@@ -181,9 +181,7 @@ def merge(
     dtype: Annotated[
         Dtype, typer.Option(help="Type of the weights. Default: the original's.")
     ] = Dtype.AUTO,
-    trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Run code that comes with the base.")
-    ] = False,
+    trust_remote_code: TrustRemoteCode = False,
     as_json: Json = False,
 ) -> None:
     """Write the base model that was trained with the heads as a plain model directory.

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from medusa_train.base_model.features import decoder, output_projection
-from medusa_train.base_model.fingerprint import first_line
+from medusa_train.base_model.fingerprint import OWN_CODE, first_line, needs_its_code
 from medusa_train.errors import InputError
 
 QUANTISED_BYTES = {"8bit": 1.0, "4bit": 0.5 + 4 / 64}
@@ -81,6 +81,8 @@ def load_config(
     try:
         config = AutoConfig.from_pretrained(name_or_path, **options)
     except (OSError, ValueError, KeyError, ImportError) as error:
+        if needs_its_code(error):
+            raise InputError(f"{name_or_path}: its config cannot be loaded: {OWN_CODE}") from error
         raise InputError(
             f"{name_or_path}: its config cannot be loaded: {first_line(error)}; give a "
             "directory with its config.json, or a machine that reaches the hub"
