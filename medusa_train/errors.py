@@ -30,6 +30,13 @@ class InputError(MedusaTrainError):
     exit_code: int = 2
 
 
+class ArgumentError(InputError, ValueError):
+    """An argument of a call from Python means nothing: what ``generate`` and trees raise.
+
+    It is a ``ValueError`` too, the one that callers of an export can name without this package.
+    """
+
+
 class InputErrors(InputError):
     """Several input errors found in one pass, reported together."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,16 +14,18 @@ from transformers import GenerationConfig
 from transformers.generation.streamers import BaseStreamer
 
 from medusa_train.base_model.features import output_projection
+from medusa_train.base_model.fingerprint import first_line
 from medusa_train.base_model.load import BaseModel
 from medusa_train.decoding.acceptance import Typical
 from medusa_train.decoding.generate import Generated, Generator
-from medusa_train.errors import InputError
+from medusa_train.errors import ArgumentError, InputError
 from medusa_train.heads.checkpoint import load_heads
 from medusa_train.heads.model import MedusaHeads
 from medusa_train.trained_base import load_trained_base
 from medusa_train.tree.topology import Tree, TreeError
 
 CHOICES_FILE = "medusa_choices.json"
+_DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 
 # What a model's own generation config says of sampling does not go with greedy decoding.
 GREEDY: dict[str, Any] = {"do_sample": False, "temperature": 1.0, "top_p": 1.0, "top_k": 50}
@@ -33,6 +36,10 @@ Paths = Iterable[Sequence[int]]
 class MedusaModel:
     """Writes what its base model writes, several tokens at a time.
 
+    What it refuses, in loading and in writing, is an :class:`~medusa_train.errors.InputError`;
+    where an argument means nothing, it is an :class:`~medusa_train.errors.ArgumentError`, which is
+    a ``ValueError`` too.
+
     Args:
         base: the base model.
         heads: of this base.
@@ -41,7 +48,8 @@ class MedusaModel:
             faster; the weights must not change any more.
 
     Raises:
-        InputError: decoding with heads cannot be exact on this model, or the tree does not fit.
+        InputError: decoding with heads cannot be exact on this model.
+        ArgumentError: the tree does not fit.
     """
 
     def __init__(
@@ -65,9 +73,9 @@ class MedusaModel:
     def from_pretrained(
         cls,
         heads: str | Path,
-        base_model: str | None = None,
+        base_model: str | Path | None = None,
         *,
-        dtype: str = "auto",
+        dtype: str | torch.dtype = "auto",
         attn_implementation: str | None = None,
         trust_remote_code: bool = False,
         device: torch.device | str | None = None,
@@ -80,7 +88,8 @@ class MedusaModel:
             heads: a heads directory, such as RUN/heads.
             base_model: hub id or directory; None for the one that the heads name. Its fingerprint
                 has to be the same.
-            dtype: ``auto``, ``float32``, ``bfloat16`` or ``float16``.
+            dtype: ``auto``, ``float32``, ``bfloat16``, ``float16`` or ``float64``, also as torch's
+                own.
             attn_implementation: ``sdpa`` or ``eager``; None leaves the choice to transformers.
             trust_remote_code: run code that comes with the base model.
             device: None is accelerate's choice.
@@ -88,16 +97,21 @@ class MedusaModel:
             compiled: compile the step with ``torch.compile``.
 
         Raises:
-            InputError: no such heads or base, another base, or a tree that does not fit.
+            ArgumentError: an argument that means nothing, or a tree that does not fit.
+            InputError: no such heads or base, or another base.
         """
-        directory = Path(heads)
+        directory = _directory(heads)
+        given = None if tree is None else _as_tree(tree, where="tree")
+        choices = directory / CHOICES_FILE
+        if given is None and choices.exists():
+            given = read_tree(choices)
         base = load_trained_base(
             directory,
-            base_model,
-            dtype=dtype,
+            None if base_model is None else str(base_model),
+            dtype=_dtype_name(dtype),
             attn_implementation=attn_implementation,
             trust_remote_code=trust_remote_code,
-            device=device,
+            device=None if device is None else _usable(device),
         )
         weight, _ = output_projection(base.model)
         loaded, _ = load_heads(
@@ -107,11 +121,7 @@ class MedusaModel:
             vocab_size=weight.shape[0],
             device=base.device,
         )
-        if tree is None:
-            choices = directory / CHOICES_FILE
-            tree = read_tree(choices) if choices.exists() else None
-        chosen = None if tree is None else _as_tree(tree, where="tree")
-        return cls(base, loaded, tree=chosen, compiled=compiled)
+        return cls(base, loaded, tree=given, compiled=compiled)
 
     @property
     def device(self) -> torch.device:
@@ -150,7 +160,8 @@ class MedusaModel:
             [B, T] ids; with ``return_dict_in_generate=True``, with statistics.
 
         Raises:
-            InputError: an option that does not go with heads, or a tree that does not fit.
+            ArgumentError: prompts, a tree or an option that means nothing or does not go with
+                heads.
         """
         kwargs.setdefault("tokenizer", self.tokenizer)
         return self._generator.generate(
@@ -190,4 +201,24 @@ def _as_tree(tree: Tree | Paths, *, where: str) -> Tree:
     try:
         return Tree.from_paths(tree)
     except TreeError as error:
-        raise InputError(f"{where}: {error}") from error
+        raise ArgumentError(f"{where}: {error}") from error
+
+
+def _directory(heads: object) -> Path:
+    if not isinstance(heads, str | os.PathLike):
+        raise ArgumentError(f"heads: must be a heads directory, such as RUN/heads, got {heads!r}")
+    return Path(heads)
+
+
+def _dtype_name(dtype: str | torch.dtype) -> str:
+    name = str(dtype).removeprefix("torch.")
+    if name not in _DTYPES:
+        raise ArgumentError(f"dtype: must be one of {', '.join(_DTYPES)}; got {dtype!r}")
+    return name
+
+
+def _usable(device: torch.device | str) -> torch.device:
+    try:
+        return torch.empty(0, device=device).device
+    except (RuntimeError, TypeError, AssertionError) as error:
+        raise ArgumentError(f"device: {device!r} cannot be used: {first_line(error)}") from error

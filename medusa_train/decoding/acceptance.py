@@ -13,11 +13,14 @@ Shapes: B rows, N tree nodes, V vocabulary.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from medusa_train.errors import ArgumentError
 
 # The original implementation's entropy is -Σ p·log(p + 1e-5), which keeps 0·log 0 finite.
 ENTROPY_OFFSET = 1e-5
@@ -30,6 +33,9 @@ class Typical:
     Attributes:
         epsilon: ε, the hard threshold.
         delta: δ, the factor of the threshold that falls with the entropy H.
+
+    Raises:
+        ArgumentError: values that mean nothing.
     """
 
     epsilon: float = 0.09
@@ -37,8 +43,12 @@ class Typical:
 
     def __post_init__(self) -> None:
         """Refuse values that mean nothing."""
-        if not (0 < self.epsilon < 1 and self.delta > 0):
-            raise ValueError(f"0 < epsilon < 1 and delta > 0 needed, got {self}")
+        if not (_is_number(self.epsilon) and 0 < self.epsilon < 1):
+            raise ArgumentError(
+                f"typical: epsilon must be a number between 0 and 1, got {self.epsilon!r}"
+            )
+        if not (_is_number(self.delta) and self.delta > 0):
+            raise ArgumentError(f"typical: delta must be a number above 0, got {self.delta!r}")
 
     def thresholds(self, probabilities: Tensor) -> Tensor:
         """[..., V] → [...]: what a token's probability has to exceed."""
@@ -51,6 +61,11 @@ class Typical:
         best = probabilities == probabilities.amax(dim=-1, keepdim=True)
         kept = torch.where(passing | best, probabilities, 0)
         return kept / kept.sum(dim=-1, keepdim=True)
+
+
+def _is_number(value: object) -> bool:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_number and math.isfinite(value)
 
 
 def matching_child(token: int, *, children: Sequence[int], tokens: Sequence[int]) -> int | None:

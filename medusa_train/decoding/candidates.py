@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from medusa_train.base_model.features import output_projection
-from medusa_train.errors import InputError
+from medusa_train.errors import ArgumentError
 from medusa_train.heads.model import MedusaHeads, num_candidate_rows
 from medusa_train.tree.topology import Tree, TreeError
 
@@ -56,12 +56,12 @@ class CandidateHeads:
         """Refuse a tree that is deeper than there are heads, or wider than their tokens.
 
         Raises:
-            InputError: it names the path.
+            ArgumentError: it names the path.
         """
         try:
             tree.check_fits(num_heads=self.num_heads, top_k=self.num_rows)
         except TreeError as error:
-            raise InputError(f"tree: {error}; give a tree that the heads can fill") from error
+            raise ArgumentError(f"tree: {error}; give a tree that the heads can fill") from error
 
     def propose(self, states: Tensor, tree: Tree) -> Tensor:
         """[B, N - 1] a token for each node but the root, from hidden states [B, D]."""

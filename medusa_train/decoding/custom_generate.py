@@ -7,6 +7,7 @@ directory of heads.
 from __future__ import annotations
 
 import json
+import os
 import weakref
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -19,10 +20,10 @@ from medusa_train.base_model.features import output_projection
 from medusa_train.base_model.fingerprint import base_fingerprint
 from medusa_train.decoding.acceptance import Typical
 from medusa_train.decoding.generate import Generated, Generator
-from medusa_train.errors import InputError
+from medusa_train.errors import ArgumentError, InputError
 from medusa_train.heads.checkpoint import SPEC_FILE, load_heads
 from medusa_train.heads.config import BaseIdentity
-from medusa_train.tree.topology import Tree
+from medusa_train.tree.topology import Tree, TreeError
 
 OPTIONS_FILE = "medusa_generate.json"
 
@@ -37,7 +38,7 @@ def generate(
     model: PreTrainedModel,
     inputs: Tensor | None = None,
     *,
-    heads: str | None = None,
+    heads: str | os.PathLike[str] | None = None,
     tree: Iterable[Sequence[int]] | None = None,
     typical: tuple[float, float] | None = None,
     other_base: bool = False,
@@ -55,25 +56,43 @@ def generate(
         **kwargs: as in transformers.
 
     Raises:
-        InputError: no heads, heads of another model, or an option that does not go with heads.
+        ArgumentError: (a ``ValueError``) no heads, heads of another model, or an option that means
+            nothing or does not go with heads.
     """
-    directory = heads or str(model.config.name_or_path)
+    if heads is not None and not isinstance(heads, str | os.PathLike):
+        raise ArgumentError(f"heads: must be the exported directory, got {heads!r}")
+    directory = str(heads or model.config.name_or_path)
     if not (Path(directory) / SPEC_FILE).exists():
-        raise InputError(
+        raise ArgumentError(
             f"{directory or 'the model'}: has no {SPEC_FILE}; give the exported directory with "
             "heads="
         )
     generator, own_tree, complaint = _generator(model, directory)
     if complaint is not None and not other_base:
-        raise InputError(complaint)
+        raise ArgumentError(complaint)
     # The library hands over all arguments of its generate, given or not.
     given = {name: value for name, value in kwargs.items() if value is not None}
     return generator.generate(
         inputs,
-        tree=own_tree if tree is None else Tree.from_paths(tree),
-        typical=None if typical is None else Typical(*typical),
+        tree=own_tree if tree is None else _as_tree(tree),
+        typical=None if typical is None else _as_typical(typical),
         **given,
     )
+
+
+def _as_tree(paths: Iterable[Sequence[int]]) -> Tree:
+    try:
+        return Tree.from_paths(paths)
+    except TreeError as error:
+        raise ArgumentError(f"tree: {error}") from error
+
+
+def _as_typical(values: object) -> Typical:
+    if not (isinstance(values, Sequence) and len(values) == 2):
+        raise ArgumentError(
+            f"typical: must be (epsilon, delta), such as (0.09, 0.3), got {values!r}"
+        )
+    return Typical(*values)
 
 
 def _generator(model: PreTrainedModel, directory: str) -> _Loaded:

@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers import (
     GenerationConfig,
@@ -21,10 +20,16 @@ from transformers import (
     StoppingCriteriaList,
     StopStringCriteria,
 )
-from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.streamers import BaseStreamer
 
 from medusa_train.decoding.acceptance import Typical
+from medusa_train.decoding.arguments import (
+    check_arguments,
+    check_options,
+    check_prompts,
+    left_padding,
+    refusals,
+)
 from medusa_train.decoding.cache import cache_plan
 from medusa_train.decoding.candidates import CandidateHeads
 from medusa_train.decoding.decoder import Decoding
@@ -32,13 +37,9 @@ from medusa_train.decoding.passes import CompiledPasses, Passes
 from medusa_train.decoding.processed import Processors
 from medusa_train.decoding.statistics import Statistics
 from medusa_train.decoding.texts import Texts
-from medusa_train.errors import InputError
+from medusa_train.errors import ArgumentError
 from medusa_train.heads.model import MedusaHeads
 from medusa_train.tree.topology import Tree
-
-_MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
-_NOT_RETURNED = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
-_CACHES = (None, "dynamic", "offloaded")
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,16 +113,27 @@ class Generator:
             [B, T] prompts and text; or :class:`Generated` with ``return_dict_in_generate=True``.
 
         Raises:
-            InputError: a tree that the heads cannot fill, or an option that does not go with heads.
+            ArgumentError: a tree that the heads cannot fill, prompts that are none, or an option
+                that means nothing or does not go with heads.
         """
+        check_arguments(
+            typical=typical,
+            generation_config=generation_config,
+            streamer=streamer,
+            stopping_criteria=stopping_criteria,
+        )
+        embeddings = self.model.get_input_embeddings()
+        check_prompts(inputs, kwargs, num_embeddings=getattr(embeddings, "num_embeddings", None))
         if self.heads is not None:
             self.heads.check_fits(tree)
         elif tree.num_nodes:
-            raise InputError("tree: there are no heads to fill it; give a tree without paths")
+            raise ArgumentError("tree: there are no heads to fill it; give a tree without paths")
         criteria = StoppingCriteriaList(stopping_criteria or ())
         generation_config, options = self._take_stop_strings(
             criteria, config=generation_config, tokenizer=tokenizer, options=kwargs
         )
+
+        has_begun = False
 
         def decode(
             model: PreTrainedModel,
@@ -131,11 +143,13 @@ class Generator:
             generation_config: GenerationConfig,
             **model_kwargs: Any,
         ) -> Tensor | Generated:
+            nonlocal has_begun
+            has_begun = True
             del model
-            _check_options(generation_config, model_kwargs)
-            mask, starts = _left_padding(input_ids, model_kwargs)
+            check_options(generation_config, model_kwargs)
+            mask, starts = left_padding(input_ids, model_kwargs)
             if streamer is not None and len(input_ids) > 1:
-                raise InputError(f"streamer: needs a batch of one row, got {len(input_ids)}")
+                raise ArgumentError(f"streamer: needs a batch of one row, got {len(input_ids)}")
             texts = Texts(
                 input_ids.to(self.model.device), criteria=stopping_criteria, streamer=streamer
             )
@@ -164,15 +178,16 @@ class Generator:
             return sequences
 
         if typical is not None and not self._is_sampled(generation_config, options):
-            raise InputError("typical: is a way to sample; give do_sample=True")
-        result: Tensor | Generated = self.model.generate(  # type: ignore[operator]
-            inputs,
-            generation_config=generation_config,
-            stopping_criteria=criteria,
-            streamer=streamer,
-            custom_generate=decode,
-            **options,
-        )
+            raise ArgumentError("typical: is a way to sample; give do_sample=True")
+        with refusals(has_begun=lambda: has_begun):
+            result: Tensor | Generated = self.model.generate(  # type: ignore[operator]
+                inputs,
+                generation_config=generation_config,
+                stopping_criteria=criteria,
+                streamer=streamer,
+                custom_generate=decode,
+                **options,
+            )
         return result
 
     def _take_stop_strings(
@@ -190,7 +205,7 @@ class Generator:
         if not strings:
             return config, dict(options)
         if tokenizer is None:
-            raise InputError("stop_strings: need the tokenizer; give tokenizer=")
+            raise ArgumentError("stop_strings: need the tokenizer; give tokenizer=")
         criteria.append(StopStringCriteria(tokenizer=tokenizer, stop_strings=strings))
         if config is not None:
             config = copy.deepcopy(config)
@@ -202,56 +217,6 @@ class Generator:
             if value is not None:
                 return bool(value)
         return bool(getattr(self.model.generation_config, "do_sample", None))
-
-
-def _check_options(config: GenerationConfig, model_kwargs: Mapping[str, Any]) -> None:
-    """Refuse what this loop would have to leave out.
-
-    Raises:
-        InputError: it names the option.
-    """
-    mode = config.get_generation_mode()
-    if mode not in _MODES:
-        raise InputError(f"{mode.value}: does not go with heads; use greedy decoding or sampling")
-    if config.cache_implementation not in _CACHES:
-        raise InputError(
-            f"cache_implementation: {config.cache_implementation!r} cannot be rolled back to an "
-            "accepted token; leave it out"
-        )
-    if config.return_dict_in_generate:
-        for name in _NOT_RETURNED:
-            if getattr(config, name, None):
-                raise InputError(f"{name}: is not there when decoding with heads; leave it out")
-    cache = model_kwargs.get("cache")
-    if cache is not None and cache.get_seq_length():
-        raise InputError("cache: decoding with heads begins with an empty one; leave it out")
-    known = {"attention_mask", "position_ids", "logits_to_keep", "use_cache", "cache"}
-    unknown = sorted(name for name in model_kwargs.keys() - known if model_kwargs[name] is not None)
-    if unknown:
-        raise InputError(
-            f"{', '.join(unknown)}: decoding with heads takes input_ids and attention_mask alone"
-        )
-
-
-def _left_padding(
-    input_ids: Tensor, model_kwargs: Mapping[str, Any]
-) -> tuple[Tensor | None, Tensor]:
-    """The attention mask of the prompts, and [B] how many columns of padding each begins with."""
-    num_rows, length = input_ids.shape
-    mask: Tensor | None = model_kwargs.get("attention_mask")
-    starts = torch.zeros(num_rows, dtype=torch.long, device=input_ids.device)
-    if mask is not None:
-        starts = (mask == 0).sum(dim=1)
-        columns = torch.arange(length, device=mask.device)
-        if not torch.equal(mask != 0, columns >= starts[:, None]) or int(starts.max()) == length:
-            raise InputError(
-                "attention_mask: prompts must be padded on the left alone "
-                "(tokenizer.padding_side = 'left') and have a token each"
-            )
-    positions: Tensor = model_kwargs["position_ids"]
-    if positions.dim() != 2 or not bool((positions[:, -1] + 1 == length - starts).all()):
-        raise InputError("position_ids: must count each row's tokens from 0; leave them out")
-    return mask, starts
 
 
 def _pad_id(config: GenerationConfig) -> int:

@@ -33,7 +33,7 @@ from transformers import (
     UnbatchedClassifierFreeGuidanceLogitsProcessor,
 )
 
-from medusa_train.errors import InputError
+from medusa_train.errors import ArgumentError
 
 # These look at the logits alone, so many nodes go through them together.
 _TEXT_FREE = (
@@ -60,13 +60,13 @@ class Processors:
         num_rows: of that batch.
 
     Raises:
-        InputError: one of them keeps state from call to call.
+        ArgumentError: one of them keeps state from call to call.
     """
 
     def __init__(self, processors: LogitsProcessorList, *, num_rows: int) -> None:
         for processor in processors:
             if isinstance(processor, _STATEFUL):
-                raise InputError(
+                raise ArgumentError(
                     f"{type(processor).__name__}: counts its own calls, so it does not go with "
                     "decoding with heads; leave the option out or use plain generation"
                 )

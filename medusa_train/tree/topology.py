@@ -2,7 +2,7 @@
 
 A node is a path of ranks: ``(0, 2)`` is head 2's third choice after head 1's first. Node 0 is the
 root, the base model's own next token; node i + 1 is the i-th path by length and then by its ranks.
-This module is shipped inside exports, so it imports torch and the standard library only.
+This module is shipped inside exports, so it imports torch, the standard library and errors only.
 
 Shapes: N nodes with the root, P paths from the root to a leaf, D depth of the tree.
 """
@@ -16,13 +16,15 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from medusa_train.errors import ArgumentError
+
 NONE = -1
 """Where there is no node, no head or no rank."""
 
 Path = tuple[int, ...]
 
 
-class TreeError(ValueError):
+class TreeError(ArgumentError):
     """Paths that are no tree, or a tree that the heads do not have candidates for."""
 
 
@@ -70,7 +72,7 @@ class Tree:
         Raises:
             TreeError: no tree, or one that does not fit.
         """
-        tree = cls(tuple(paths))  # type: ignore[arg-type]
+        tree = cls(_listed(paths))
         tree.check_fits(num_heads=num_heads, top_k=top_k)
         return tree
 
@@ -178,6 +180,12 @@ class Tree:
 
 def _order(path: Path) -> tuple[int, Path]:
     return len(path), path
+
+
+def _listed(paths: object) -> tuple[Path, ...]:
+    if not isinstance(paths, Iterable) or isinstance(paths, str):
+        raise TreeError(f"must be a list of paths such as [[0], [0, 0]], got {paths!r}")
+    return tuple(paths)
 
 
 def _checked(path: object) -> Path:

@@ -29,12 +29,19 @@ plain = model.generate(**options)
 again = {"custom_generate": export, "trust_remote_code": True}
 for heads in ({"heads": export}, {"heads": export, "tree": [[0], [1], [1, 0]]}):
     assert torch.equal(model.generate(**options, **again, **heads), plain)
-try:
-    model.generate(**options, **again)
-except Exception as error:
-    assert "give the exported directory with heads=" in str(error), error
-else:
-    raise AssertionError("heads out of nowhere")
+for wrong, text in (
+    ({}, "give the exported directory with heads="),
+    ({"heads": 5}, "heads: must be the exported directory, got 5"),
+    ({"heads": export, "tree": 5}, "tree: must be a list of paths"),
+    ({"heads": export, "typical": 0.1}, "typical: must be (epsilon, delta)"),
+    ({"heads": export, "typical": (0.1, -1)}, "typical: delta must be a number above 0, got -1"),
+):
+    try:
+        model.generate(**options, **again, **wrong)
+    except ValueError as error:
+        assert text in str(error), error
+    else:
+        raise AssertionError(f"taken: {wrong}")
 model.config.name_or_path = export
 result = model.generate(**options, **again, return_dict_in_generate=True)
 assert torch.equal(result.sequences, plain)

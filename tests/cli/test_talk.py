@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import medusa_train
 from medusa_train.cli.evaluate import app as evaluate
-from medusa_train.errors import InputError
+from medusa_train.errors import ArgumentError
 from tests.decoding_for_tests import save_heads_directory
 from tests.models_for_tests import save_base
 
@@ -194,7 +195,38 @@ def test_medusa_model_writes_what_its_base_writes(base: Path, heads: Path) -> No
     again = medusa_train.MedusaModel.from_pretrained(heads, str(base), dtype="float32")
     assert again.tree.paths == ((0,), (1,))
     (heads / "medusa_choices.json").unlink()
-    with pytest.raises(InputError, match=r"tree: path \[0, 0\]: its prefix"):
+    with pytest.raises(ArgumentError, match=r"tree: path \[0, 0\]: its prefix"):
         model.generate(ids, tree=[[0, 0]])
+    with pytest.raises(ArgumentError, match=r"tree: must be a list of paths such as .* got 5"):
+        model.generate(ids, tree=5)
+    with pytest.raises(ArgumentError, match="input_ids: has no tokens"):
+        model.generate(ids[:, :0])
     with pytest.raises(AttributeError, match="has no attribute 'Medusa'"):
         medusa_train.Medusa  # noqa: B018
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"heads": 5}, "heads: must be a heads directory, such as RUN/heads, got 5"),
+        ({"dtype": "float31"}, "dtype: must be one of auto, float32, .*; got 'float31'"),
+        ({"dtype": torch.int64}, "dtype: must be one of auto, float32, .*; got torch.int64"),
+        ({"device": "abacus"}, "device: 'abacus' cannot be used: "),
+        ({"device": "cpu:x"}, "device: 'cpu:x' cannot be used: "),
+        ({"tree": 5}, r"tree: must be a list of paths such as \[\[0\], \[0, 0\]\], got 5"),
+        ({"tree": [[0], [0, 0, 0]]}, r"tree: path \[0, 0, 0\]: its prefix"),
+        ({"tree": [[0], [0, 0], [0, 0, 0], [0, 0, 0, 0]]}, "has depth 4, but there are 3 heads"),
+    ],
+)
+def test_medusa_model_says_which_argument_is_wrong(
+    heads: Path, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ArgumentError, match=message):
+        medusa_train.MedusaModel.from_pretrained(**{"heads": heads, **options})
+
+
+def test_medusa_model_takes_the_dtypes_of_torch(base: Path, heads: Path) -> None:
+    model = medusa_train.MedusaModel.from_pretrained(
+        heads, base, dtype=torch.bfloat16, device="cpu"
+    )
+    assert model.base.model.dtype == torch.bfloat16

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from medusa_train.decoding.acceptance import Typical, matching_child, typical_node
+from medusa_train.errors import ArgumentError
 from tests.reference.acceptance_reference import accepted_on_path
 
 CASES = json.loads((Path(__file__).parents[1] / "golden" / "acceptance.json").read_text())["cases"]
@@ -96,7 +97,18 @@ def test_what_typical_sampling_draws_from() -> None:
     assert Typical(0.9, 30.0).kept(probabilities)[0].tolist() == [1, 0, 0, 0]
 
 
-@pytest.mark.parametrize("values", [(0.0, 0.3), (1.0, 0.3), (0.1, 0.0)])
-def test_thresholds_that_mean_nothing(values: tuple[float, float]) -> None:
-    with pytest.raises(ValueError, match="0 < epsilon < 1"):
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ((0.0, 0.3), "typical: epsilon must be a number between 0 and 1, got 0.0"),
+        ((1.0, 0.3), "typical: epsilon must be a number between 0 and 1, got 1.0"),
+        ((float("nan"), 0.3), "typical: epsilon must be a number between 0 and 1, got nan"),
+        (("0.1", 0.3), "typical: epsilon must be a number between 0 and 1, got '0.1'"),
+        ((0.1, 0.0), "typical: delta must be a number above 0, got 0.0"),
+        ((0.1, float("inf")), "typical: delta must be a number above 0, got inf"),
+        ((0.1, None), "typical: delta must be a number above 0, got None"),
+    ],
+)
+def test_thresholds_that_mean_nothing(values: tuple[Any, Any], message: str) -> None:
+    with pytest.raises(ArgumentError, match=message):
         Typical(*values)

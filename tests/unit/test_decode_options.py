@@ -13,7 +13,7 @@ from transformers.generation import BaseStreamer
 from medusa_train.decoding import decoder
 from medusa_train.decoding.acceptance import Typical
 from medusa_train.decoding.generate import Generated, Generator
-from medusa_train.errors import InputError
+from medusa_train.errors import ArgumentError, InputError
 from medusa_train.tree.topology import Tree
 from tests.decoding_for_tests import CHAIN, FULL_TREE, fitted_heads, random_heads
 from tests.models_for_tests import make_model
@@ -247,5 +247,48 @@ def test_without_heads_the_loop_is_plain_decoding() -> None:
     ],
 )
 def test_what_does_not_go_with_heads_is_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(InputError, match=message):
+    with pytest.raises(ArgumentError, match=message):
         ours({"input_ids": PROMPT}, max_new_tokens=5, **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"typical": (0.1, 0.3), "do_sample": True}, r"typical: must be Typical\(epsilon, delta\)"),
+        ({"generation_config": {"max_new_tokens": 5}}, "generation_config: must be a Generation"),
+        ({"streamer": 5}, "streamer: must have put and end, got 5"),
+        ({"stopping_criteria": 5}, "stopping_criteria: must be a list of criteria, got 5"),
+        ({"input_ids": [[1, 2]]}, "input_ids: must be a tensor .* got list; give return_tensors"),
+        ({"input_ids": torch.tensor([1, 2])}, r"input_ids: .* got int64 of shape \[2\]"),
+        ({"input_ids": torch.tensor([[1.0]])}, r"input_ids: .* got float32 of shape \[1, 1\]"),
+        ({"input_ids": torch.zeros(1, 0, dtype=torch.long)}, r"has no tokens: its shape is \[1, 0"),
+        ({"input_ids": torch.zeros(0, 4, dtype=torch.long)}, r"has no tokens: its shape is \[0, 4"),
+        ({"input_ids": torch.tensor([[64]])}, "64 is no token id of the base model, which has 64"),
+        ({"input_ids": torch.tensor([[1, -3]])}, "-3 is no token id of the base model"),
+        ({"attention_mask": torch.ones(1, 3)}, r"of input_ids, \[1, 5\], got \[1, 3\]"),
+        ({"attention_mask": [[1] * 5]}, r"of input_ids, \[1, 5\], got list"),
+        # What the library refuses.
+        ({"max_new_tokens": 0}, "generate: .*max_new_tokens"),
+        ({"max_new_tokens": "five"}, "generate: "),
+        ({"do_sample": True, "temperature": 0.0}, "generate: .*temperature"),
+        ({"do_sample": True, "temperature": float("nan")}, "generate: .*temperature"),
+        ({"do_sample": True, "top_p": -0.5}, "generate: .*top_p"),
+        ({"nothing_like_it": 1}, "generate: .*nothing_like_it"),
+    ],
+)
+def test_arguments_that_mean_nothing(options: dict[str, Any], message: str) -> None:
+    arguments = {"input_ids": PROMPT, "tree": WIDE, "max_new_tokens": 5, **options}
+    with pytest.raises(ArgumentError, match=message) as caught:
+        GENERATOR.generate(**arguments)
+    # Callers that know Python's own kind alone catch it too.
+    assert isinstance(caught.value, ValueError)
+    assert isinstance(caught.value, InputError)
+
+
+def test_errors_of_a_criterion_of_the_user_stay_what_they_are() -> None:
+    def broken(_ids: Tensor, _scores: Any, **_: Any) -> Tensor:
+        raise TypeError("of the user")
+
+    with pytest.raises(TypeError, match="of the user") as caught:
+        ours({"input_ids": PROMPT}, stopping_criteria=[broken], max_new_tokens=5)
+    assert not isinstance(caught.value, InputError)

@@ -65,6 +65,14 @@ def test_what_is_no_tree_is_refused(paths: Any, message: str) -> None:
         Tree.from_paths(paths)
 
 
+@pytest.mark.parametrize("paths", [5, None, 1.5, "[[0]]"])
+def test_what_is_no_list_of_paths_is_refused(paths: Any) -> None:
+    with pytest.raises(
+        TreeError, match=r"must be a list of paths such as \[\[0\], \[0, 0\]\], got"
+    ):
+        Tree.from_paths(paths)
+
+
 def test_a_tree_that_the_heads_cannot_fill_is_refused() -> None:
     with pytest.raises(TreeError, match=r"path \[0, 0, 0\]: has depth 3, but there are 2 heads"):
         Tree.from_paths(Tree.chain(3).paths, num_heads=2)
