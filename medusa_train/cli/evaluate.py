@@ -15,6 +15,7 @@ from medusa_train.cli.quality import quality
 from medusa_train.cli.speed import speedup
 from medusa_train.errors import InputError
 from medusa_train.host_memory import use_large_pages
+from medusa_train.limits import MAX_TREE_NODES
 
 app = make_app("Measure trained Medusa heads, and write with them.", name="medusa-eval")
 app.command("speedup")(speedup)
@@ -78,7 +79,9 @@ def tree(
     ],
     num_nodes: Annotated[
         int,
-        typer.Option(min=1, max=1024, help="Most nodes without the root; on a CPU, rather 16."),
+        typer.Option(
+            min=1, max=MAX_TREE_NODES, help="Most nodes without the root; on a CPU, rather 16."
+        ),
     ] = 63,
     max_depth: Annotated[
         int | None, typer.Option(min=1, help="Use the first so many heads. Default: all.")

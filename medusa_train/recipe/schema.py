@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from medusa_train.limits import MAX_TREE_NODES
 from medusa_train.recipe.medusa2 import Medusa2Section
 from medusa_train.recipe.quality_block import QualitySection
 from medusa_train.recipe.section import (
@@ -229,7 +230,7 @@ class TrainSection(Section):
 class TreeSection(Section):
     """The candidate tree, searched on a part of the held-out conversations."""
 
-    num_nodes: Annotated[int, Field(ge=1, le=1024)] = 63
+    num_nodes: Annotated[int, Field(ge=1, le=MAX_TREE_NODES)] = 63
     """Most nodes, without the root. A small device checks fewer at a time: try 16 on a CPU."""
     max_depth: Count | None = None
     """Use the first so many heads; null is all of them."""

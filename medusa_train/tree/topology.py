@@ -2,7 +2,8 @@
 
 A node is a path of ranks: ``(0, 2)`` is head 2's third choice after head 1's first. Node 0 is the
 root, the base model's own next token; node i + 1 is the i-th path by length and then by its ranks.
-This module is shipped inside exports, so it imports torch, the standard library and errors only.
+This module is shipped inside exports, so it imports torch, the standard library, and the package's
+errors and limits only.
 
 Shapes: N nodes with the root, P paths from the root to a leaf, D depth of the tree.
 """
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 
 from medusa_train.errors import ArgumentError
+from medusa_train.limits import MAX_TREE_NODES
 
 NONE = -1
 """Where there is no node, no head or no rank."""
@@ -36,12 +38,17 @@ class Tree:
         paths: of all nodes but the root, by (length, ranks); any order and any sequences are taken.
 
     Raises:
-        TreeError: a path that is empty, no ranks, there twice, or without its prefix.
+        TreeError: a path that is empty, no ranks, there twice, or without its prefix; more nodes
+            than :data:`~medusa_train.limits.MAX_TREE_NODES`.
     """
 
     paths: tuple[Path, ...]
 
     def __post_init__(self) -> None:
+        if len(self.paths) > MAX_TREE_NODES:
+            raise TreeError(
+                f"{len(self.paths):,} nodes are too many; give a tree of at most {MAX_TREE_NODES:,}"
+            )
         paths = [_checked(path) for path in self.paths]
         known = {(), *paths}
         if len(known) <= len(paths):

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from medusa_train.limits import MAX_TREE_NODES
 from medusa_train.tree.topology import Tree, TreeError
 
 GOLDEN: dict[str, Any] = json.loads(
@@ -71,6 +72,12 @@ def test_what_is_no_list_of_paths_is_refused(paths: Any) -> None:
         TreeError, match=r"must be a list of paths such as \[\[0\], \[0, 0\]\], got"
     ):
         Tree.from_paths(paths)
+
+
+def test_a_tree_has_no_more_nodes_than_its_limit() -> None:
+    assert Tree.from_paths([[rank] for rank in range(MAX_TREE_NODES)]).num_nodes == MAX_TREE_NODES
+    with pytest.raises(TreeError, match=r"1,025 nodes are too many; give a tree of at most 1,024"):
+        Tree.from_paths([[rank] for rank in range(MAX_TREE_NODES + 1)])
 
 
 def test_a_tree_that_the_heads_cannot_fill_is_refused() -> None:
