@@ -16,11 +16,15 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from medusa_train.distributed import is_launched
-from medusa_train.errors import INTERRUPTED, MedusaTrainError
+from medusa_train.errors import INTERRUPTED, InputError, MedusaTrainError
 from medusa_train.recipe.schema import Recipe
 
 SHUTDOWN_SECONDS = 120
 """How long processes that end may save, unless TORCH_ELASTIC_SHUTDOWN_TIMEOUT says otherwise."""
+
+
+MAX_CPU_PROCESSES = 64
+"""Processes of one machine without accelerators; with more cores, as many as it has."""
 
 
 def processes_to_start(recipe: Recipe, *, devices: int | None) -> int:
@@ -29,12 +33,19 @@ def processes_to_start(recipe: Recipe, *, devices: int | None) -> int:
     Args:
         recipe: what it runs.
         devices: as the user gave it; None is every accelerator here, or the CPU as one device.
+
+    Raises:
+        InputError: more devices than there are.
     """
     if is_launched():
         return 0
     use_cpu = bool(recipe.train.trainer.get("use_cpu", False))
     here = 0 if use_cpu else torch.accelerator.device_count()
     count = max(1, here) if devices is None else devices
+    most = here or max(MAX_CPU_PROCESSES, os.cpu_count() or 1)
+    if count > most:
+        what = f"the accelerators here, which are {here}" if here else f"{most} on a CPU"
+        raise InputError(f"--devices: must be at most {what}; got {count}")
     # DeepSpeed needs a process group, also for one process; and a single process that sees several
     # accelerators would take them all.
     return count if count > 1 or here > 1 or recipe.deepspeed is not None else 0

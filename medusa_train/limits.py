@@ -6,3 +6,12 @@ file.
 
 MAX_TREE_NODES = 1024
 """Nodes of a candidate tree, without its root: each is a row of a forward pass in every step."""
+
+MAX_SEED = 2**32 - 1
+"""Of every generator that is seeded."""
+
+MAX_TEMPERATURE = 100.0
+"""At which the most unlike tokens are almost alike."""
+
+MAX_BOOTSTRAP = 100_000
+"""Resamples of an interval: each has a weight for each conversation in memory."""

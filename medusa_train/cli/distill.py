@@ -10,6 +10,7 @@ import typer
 
 from medusa_train.cli import data_files
 from medusa_train.cli.app import Json, Overrides, make_app
+from medusa_train.cli.options import MOST_DIGITS
 from medusa_train.errors import InputError
 
 app = make_app("Make and inspect training conversations.", name="medusa-distill")
@@ -122,7 +123,9 @@ def _show(manifest: dict[str, Any], *, output: Path, as_json: bool) -> None:
 
 def _shard(text: str) -> tuple[int, int]:
     index, slash, num = text.partition("/")
-    if not (slash and index.isdecimal() and num.isdecimal() and int(index) < int(num)):
+    is_short = max(len(index), len(num)) <= MOST_DIGITS
+    are_numbers = index.isdecimal() and num.isdecimal()
+    if not (slash and is_short and are_numbers and int(index) < int(num)):
         raise InputError(f"--shard: must be I/N with 0 <= I < N, such as 0/4; got {text!r}")
     return int(index), int(num)
 

@@ -10,8 +10,27 @@ from typing import Annotated, Any
 import typer
 
 from medusa_train.cli.app import Json, make_app
-from medusa_train.cli.options import BaseName, Dtype, IsCompiled, MaxNewTokens, Template, TreeFile
+from medusa_train.cli.options import (
+    BaseName,
+    BootstrapSeed,
+    Dtype,
+    IsCompiled,
+    MaxNewTokens,
+    NumBootstrap,
+    Template,
+    TreeFile,
+    finite,
+    whole_numbers,
+)
 from medusa_train.cli.quality import quality
+from medusa_train.cli.sampling import (
+    IsTypical,
+    Seed,
+    Temperature,
+    TopK,
+    TopP,
+    answer_options,
+)
 from medusa_train.cli.speed import speedup
 from medusa_train.errors import InputError
 from medusa_train.host_memory import use_large_pages
@@ -44,10 +63,8 @@ def heads_accuracy(
         Path | None, typer.Option(help="Write the report (JSON, Markdown, HTML, PNG) here.")
     ] = None,
     top_k: Annotated[int, typer.Option(min=1, max=100, help="Ranks to report.")] = 10,
-    num_bootstrap: Annotated[
-        int, typer.Option(min=1, help="Resamples of the conversations for the intervals.")
-    ] = 1000,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of the resampling.")] = 0,
+    num_bootstrap: NumBootstrap = 1000,
+    seed: BootstrapSeed = 0,
     as_json: Json = False,
 ) -> None:
     """Say exactly how good heads are, on text that they were not trained on."""
@@ -99,6 +116,7 @@ def tree(
         typer.Option(
             min=0.01,
             max=0.99,
+            callback=finite,
             help="Share of the conversations that is searched; figures are of the others.",
         ),
     ] = 0.5,
@@ -139,14 +157,12 @@ def tree(
         Path | None,
         typer.Option(help="Write tree.json, medusa_choices.json and the picture (PNG, SVG) here."),
     ] = None,
-    num_bootstrap: Annotated[
-        int, typer.Option(min=1, help="Resamples of the conversations for the intervals.")
-    ] = 1000,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of the resampling.")] = 0,
+    num_bootstrap: NumBootstrap = 1000,
+    seed: BootstrapSeed = 0,
     as_json: Json = False,
 ) -> None:
     """Find the best candidate tree for some heads, from their ranks."""
-    limits = _numbers(per_depth)
+    limits = whole_numbers(per_depth, option="--per-depth", example="10,20,20")
     _check_device_options(for_device, latency, base_model, dtype, measure_again)
     from medusa_train.console import warn
     from medusa_train.evaluate.tree import check_search, search_tree
@@ -215,22 +231,6 @@ def _check_device_options(
             raise InputError(f"{name}: is for measuring; give --for-device HEADS with it")
 
 
-def _numbers(text: str | None) -> tuple[int, ...]:
-    parts = [] if text is None else text.split(",")
-    if not all(part.strip().isdecimal() and int(part) for part in parts):
-        raise InputError(f"--per-depth {text}: must be numbers with commas between, as 10,20,20")
-    return tuple(int(part) for part in parts)
-
-
-Temperature = Annotated[float, typer.Option(min=0, help="0 is greedy.")]
-TopP = Annotated[float, typer.Option(min=0, max=1, help="Nucleus; 1 is off.")]
-TopK = Annotated[int, typer.Option(min=0, help="Most probable tokens only; 0 is off.")]
-Seed = Annotated[int | None, typer.Option(min=0, help="Seed of sampling.")]
-IsTypical = Annotated[
-    bool, typer.Option("--typical", help="Typical acceptance: faster, another distribution.")
-]
-
-
 @app.command("generate")
 def generate(
     heads: Annotated[Path, typer.Argument(help="A heads directory, such as RUN/heads.")],
@@ -252,7 +252,14 @@ def generate(
     """Write an answer with the heads: the text on stdout, tokens/s on stderr."""
     from medusa_train.cli.talk import generate as write
 
-    options = _answer_options(max_new_tokens, temperature, top_p, top_k, typical)
+    options = answer_options(
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        is_typical=typical,
+        seed=seed,
+    )
     text = sys.stdin.read() if prompt == "-" else prompt
     model, template = _load(heads, base_model, dtype, tree, chat_template, seed, compiled)
     write(model, text, options=options, raw=raw, chat_template=template, as_json=as_json)
@@ -278,28 +285,16 @@ def chat(
     """Talk with the model. Ctrl-C ends an answer, /exit leaves."""
     from medusa_train.cli.talk import chat as talk
 
-    options = _answer_options(max_new_tokens, temperature, top_p, top_k, typical)
-    model, template = _load(heads, base_model, dtype, tree, chat_template, seed, compiled)
-    talk(model, options=options, chat_template=template, system=system, as_json=as_json)
-
-
-def _answer_options(
-    max_new_tokens: int, temperature: float, top_p: float, top_k: int, is_typical: bool
-) -> Any:
-    from medusa_train.answers import AnswerOptions
-    from medusa_train.decoding.acceptance import Typical
-
-    if is_typical and temperature == 0:
-        raise InputError("--typical: is a way to sample; give a --temperature above 0")
-    if top_p == 0:
-        raise InputError("--top-p: must be above 0 and at most 1, got 0")
-    return AnswerOptions(
+    options = answer_options(
         max_new_tokens=max_new_tokens,
         temperature=temperature,
         top_p=top_p,
         top_k=top_k,
-        typical=Typical() if is_typical else None,
+        is_typical=typical,
+        seed=seed,
     )
+    model, template = _load(heads, base_model, dtype, tree, chat_template, seed, compiled)
+    talk(model, options=options, chat_template=template, system=system, as_json=as_json)
 
 
 def _load(

@@ -35,7 +35,9 @@ class Layout(enum.StrEnum):
 
 
 TargetArgument = Annotated[Target, typer.Argument(help="The engine.")]
-NumHeads = Annotated[int | None, typer.Option(help="Keep the first N heads. Default: all of them.")]
+NumHeads = Annotated[
+    int | None, typer.Option(min=1, help="Keep the first N heads. Default: all of them.")
+]
 MinVersion = Annotated[
     str | None,
     typer.Option(
@@ -59,7 +61,9 @@ def export(
     ] = None,
     num_speculative_tokens: Annotated[
         int | None,
-        typer.Option(help="Length of the chain, for engines without trees. Default: all heads."),
+        typer.Option(
+            min=1, help="Length of the chain, for engines without trees. Default: all heads."
+        ),
     ] = None,
     num_heads: NumHeads = None,
     layout: Annotated[
@@ -200,7 +204,7 @@ def verify(
     ] = None,
     num_heads: NumHeads = None,
     num_speculative_tokens: Annotated[
-        int | None, typer.Option(help="Length of the chain that will be asked for.")
+        int | None, typer.Option(min=1, help="Length of the chain that will be asked for.")
     ] = None,
     min_version: MinVersion = None,
     trust_remote_code: TrustRemoteCode = False,

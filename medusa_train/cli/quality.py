@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from medusa_train.cli.app import Json
-from medusa_train.cli.options import MaxNewTokens, Template
+from medusa_train.cli.options import BootstrapSeed, MaxNewTokens, NumBootstrap, Template, finite
 from medusa_train.errors import InputError
 
 
@@ -60,10 +60,13 @@ def quality(
     chat_template: Template = None,
     min_agreement: Annotated[
         float,
-        typer.Option(min=0.0, max=1.0, help="Greedy agreement that the verdict wants."),
+        typer.Option(
+            min=0.0, max=1.0, callback=finite, help="Greedy agreement that the verdict wants."
+        ),
     ] = 0.98,
     max_perplexity_ratio: Annotated[
-        float, typer.Option(min=0.0, help="Perplexity ratio that the verdict allows.")
+        float,
+        typer.Option(min=0.0, callback=finite, help="Perplexity ratio that the verdict allows."),
     ] = 1.02,
     judge_url: Annotated[
         str | None,
@@ -97,10 +100,8 @@ def quality(
         Path | None,
         typer.Option(help="Write the report (JSON, Markdown, HTML, PNG) here."),
     ] = None,
-    num_bootstrap: Annotated[
-        int, typer.Option(min=1, help="Resamples of the conversations for the intervals.")
-    ] = 1000,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of the resampling.")] = 0,
+    num_bootstrap: NumBootstrap = 1000,
+    seed: BootstrapSeed = 0,
     as_json: Json = False,
 ) -> None:
     """Say how far training has moved a base model: KL, perplexity, agreement, answers."""

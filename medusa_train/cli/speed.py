@@ -10,8 +10,18 @@ from typing import Annotated
 import typer
 
 from medusa_train.cli.app import Json
-from medusa_train.cli.options import BaseName, IsCompiled, MaxNewTokens, Template, TreeFile
+from medusa_train.cli.options import (
+    BaseName,
+    IsCompiled,
+    MaxNewTokens,
+    NumBootstrap,
+    Template,
+    TreeFile,
+    finite,
+    whole_numbers,
+)
 from medusa_train.errors import InputError
+from medusa_train.limits import MAX_SEED
 
 
 class TimedDtype(enum.StrEnum):
@@ -47,7 +57,8 @@ def speedup(
     compiled: IsCompiled = False,
     chat_template: Template = None,
     temperature: Annotated[
-        float, typer.Option(help="0, greedy: only then can equal output be checked.")
+        float,
+        typer.Option(callback=finite, help="0, greedy: only then can equal output be checked."),
     ] = 0.0,
     num_probe: Annotated[
         int,
@@ -70,11 +81,10 @@ def speedup(
     output: Annotated[
         Path | None, typer.Option(help="Write the report (JSON, Markdown, HTML, PNG) here.")
     ] = None,
-    num_bootstrap: Annotated[
-        int, typer.Option(min=1, help="Resamples of the prompts for the intervals.")
-    ] = 1000,
+    num_bootstrap: NumBootstrap = 1000,
     seed: Annotated[
-        int, typer.Option(min=0, help="Seed of the order of runs and of the resampling.")
+        int,
+        typer.Option(min=0, max=MAX_SEED, help="Seed of the order of runs and of the resampling."),
     ] = 0,
     as_json: Json = False,
 ) -> None:
@@ -84,7 +94,7 @@ def speedup(
             f"--temperature {temperature}: speed is measured with greedy decoding, whose output "
             "can be compared; give 0 or leave it out"
         )
-    sizes = _sizes(batch_sizes)
+    sizes = whole_numbers(batch_sizes, option="--batch-sizes", example="1,4,8")
     from medusa_train.evaluate.speed_report import speedup_summary
     from medusa_train.speed.measure import measure_speedup
     from medusa_train.speed.options import SpeedupOptions
@@ -103,17 +113,10 @@ def speedup(
             num_probe=num_probe,
             repeats=repeats,
             warmup=warmup,
-            batch_sizes=sizes,
+            batch_sizes=tuple(dict.fromkeys(sizes)),
             num_bootstrap=num_bootstrap,
             seed=seed,
             output=output,
         ),
     )
     typer.echo(json.dumps(report) if as_json else speedup_summary(report))
-
-
-def _sizes(text: str | None) -> tuple[int, ...]:
-    parts = [] if text is None else text.split(",")
-    if not all(part.strip().isdecimal() and int(part) for part in parts):
-        raise InputError(f"--batch-sizes {text}: must be numbers with commas between, as 1,4,8")
-    return tuple(dict.fromkeys(int(part) for part in parts))

@@ -130,7 +130,8 @@ def plan(
     recipe: Annotated[Path, typer.Argument(help="A YAML file.")],
     overrides: Overrides = None,
     devices: Annotated[
-        int | None, typer.Option(help="Devices to train on; without it, those of this machine.")
+        int | None,
+        typer.Option(min=1, help="Devices to train on; without it, those of this machine."),
     ] = None,
     benchmark: Annotated[
         bool, typer.Option(help="Measure this device for a few seconds, to say how long it takes.")
@@ -144,8 +145,6 @@ def plan(
     """
     from medusa_train.recipe.load import load_recipe
 
-    if devices is not None and devices < 1:
-        raise InputError(f"--devices: must be at least 1; got {devices}")
     loaded = load_recipe(recipe, overrides or ())
 
     from medusa_train.console import warn

@@ -17,6 +17,7 @@ from medusa_train.recipe.section import (
     Count,
     CountOrOff,
     Language,
+    NumBootstrap,
     Positive,
     Probability,
     Section,
@@ -250,7 +251,7 @@ class EvaluateSection(Section):
 
     top_k: Annotated[int, Field(ge=1, le=100)] = 10
     """Ranks reported for each head."""
-    num_bootstrap: Count = 1000
+    num_bootstrap: NumBootstrap = 1000
     """Resamples of the conversations for the intervals."""
     seed: Seed = 0
     """Seed of the resampling."""

@@ -6,13 +6,14 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field
 
-MAX_SEED = 2**32 - 1
+from medusa_train.limits import MAX_BOOTSTRAP, MAX_SEED, MAX_TEMPERATURE
 
 Text = Annotated[str, Field(min_length=1)]
 Count = Annotated[int, Field(ge=1)]
 CountOrOff = Annotated[int, Field(ge=0)]
 Seed = Annotated[int, Field(ge=0, le=MAX_SEED)]
-Temperature = Annotated[float, Field(ge=0.0, le=100.0)]
+Temperature = Annotated[float, Field(ge=0.0, le=MAX_TEMPERATURE)]
+NumBootstrap = Annotated[int, Field(ge=1, le=MAX_BOOTSTRAP)]
 Probability = Annotated[float, Field(gt=0.0, le=1.0)]
 Positive = Annotated[float, Field(gt=0.0, allow_inf_nan=False)]
 Language = Annotated[str, Field(pattern="^[a-z]{2,3}$")]

@@ -76,10 +76,6 @@ def test_an_override_changes_the_plan(place: Path) -> None:
             "error: --set heads.num_heads=0: heads.num_heads: must be at least 1; got 0\n",
         ),
         (
-            ("plan", "x.yaml", "--devices", "0"),
-            "error: --devices: must be at least 1; got 0\n",
-        ),
-        (
             ("plan", "x.yaml", "--set", "heads.vocab_size=1001"),
             "error: heads.vocab_size: must be at most the base model's 1000 tokens, got 1001\n",
         ),

@@ -87,7 +87,15 @@ def test_generate_says_what_is_wrong(
         return err
 
     assert "no such heads directory" in error("generate", tmp_path / "none", "hello")
-    assert "--typical: is a way to sample" in error("generate", heads, "x", "--typical")
+    for option in (["--typical"], ["--top-p", 0.9], ["--top-k", 5], ["--seed", 1]):
+        assert error("generate", heads, "x", *option) == error("chat", heads, *option)
+        assert f"error: {option[0]}: is for sampling, and temperature 0 is greedy; give a" in error(
+            "generate", heads, "x", *option
+        )
+    sampled = ("generate", heads, "x", "--temperature", 1)
+    assert "--top-p: must be above 0 and at most 1, got 0" in error(*sampled, "--top-p", 0)
+    for option, value in (("--top-p", 1.5), ("--top-k", -1), ("--temperature", 101)):
+        assert f"Invalid value for '{option}': " in error(*sampled, option, value)
     tree = tmp_path / "tree.json"
     tree.write_text("[[0], [0, 0, 0]]")
     assert "its prefix [0, 0] is not in the tree" in error("generate", heads, "x", "--tree", tree)

@@ -100,6 +100,8 @@ def test_how_many_processes(
         }
     )
     assert processes_to_start(recipe, devices=devices) == expected
+    with pytest.raises(InputError, match=r"--devices: must be at most .* on a CPU; got 1000000"):
+        processes_to_start(recipe, devices=1_000_000)
 
 
 def test_a_process_of_a_launcher_starts_none(monkeypatch: pytest.MonkeyPatch) -> None:
