@@ -18,6 +18,7 @@ from typing import Any
 
 from transformers.utils.hub import cached_file
 
+from medusa_train.base_model.naming import check_name
 from medusa_train.errors import InputError
 from medusa_train.json_values import fingerprint, read_json
 
@@ -95,8 +96,9 @@ def model_file(name_or_path: str, filename: str, *, revision: str | None = None)
     """A file of a hub id or a local directory, or None where it has none of that name.
 
     Raises:
-        InputError: the hub refuses the model.
+        InputError: no such directory, or the hub refuses the model.
     """
+    check_name(name_or_path)
     try:
         path = cached_file(
             name_or_path,

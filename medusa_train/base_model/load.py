@@ -24,6 +24,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from medusa_train.base_model.features import LogitRule, check_features
 from medusa_train.base_model.fingerprint import base_fingerprint, first_line
+from medusa_train.base_model.naming import check_name
 from medusa_train.base_model.sharded import run_sharded, sharded_loading, whole_layers
 from medusa_train.base_model.trained import apply_trained, trained_fingerprint
 from medusa_train.errors import InputError
@@ -181,6 +182,7 @@ def load_tokenizer(
     Raises:
         InputError: there is none.
     """
+    check_name(name_or_path)
     options: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
     if gguf_file is not None:
         options["gguf_file"] = gguf_file
@@ -201,6 +203,7 @@ def load_stop_ids(
     revision: str | None = None,
 ) -> tuple[int, ...]:
     """The ids at which the model's generation stops, without loading its weights."""
+    check_name(name_or_path)
     try:
         config: GenerationConfig | None = GenerationConfig.from_pretrained(
             name_or_path, revision=revision or "main"
@@ -222,6 +225,7 @@ def load_dtype(name_or_path: str, *, dtype: str, revision: str | None = None) ->
     if dtype != "auto":
         chosen: torch.dtype = getattr(torch, dtype)
         return chosen
+    check_name(name_or_path)
     try:
         config = AutoConfig.from_pretrained(name_or_path, revision=revision or "main")
     except (OSError, ValueError):
@@ -242,6 +246,7 @@ def _generation_config(name_or_path: str, *, revision: str | None) -> Generation
 
 def load_max_length(name_or_path: str, *, revision: str | None = None) -> int | None:
     """The positions that the model has, without loading its weights; None where it names none."""
+    check_name(name_or_path)
     try:
         config = AutoConfig.from_pretrained(name_or_path, revision=revision or "main")
     except (OSError, ValueError):

@@ -16,6 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 
 from medusa_train.base_model.features import decoder, output_projection
 from medusa_train.base_model.fingerprint import OWN_CODE, first_line, needs_its_code
+from medusa_train.base_model.naming import check_name
 from medusa_train.errors import InputError
 
 QUANTISED_BYTES = {"8bit": 1.0, "4bit": 0.5 + 4 / 64}
@@ -75,6 +76,7 @@ def load_config(
     Raises:
         InputError: there is none, or it cannot be read.
     """
+    check_name(name_or_path)
     options: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
     if gguf_file is not None:
         options["gguf_file"] = gguf_file

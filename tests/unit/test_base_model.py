@@ -3,16 +3,27 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from huggingface_hub import constants
 from transformers import PreTrainedModel
 
 from medusa_train.base_model.features import LogitRule, check_features, hidden_states
 from medusa_train.base_model.fingerprint import base_fingerprint
-from medusa_train.base_model.load import load_base_model, load_stop_ids
+from medusa_train.base_model.load import (
+    load_base_model,
+    load_dtype,
+    load_max_length,
+    load_stop_ids,
+    load_tokenizer,
+)
+from medusa_train.base_model.naming import check_name
 from medusa_train.errors import InputError
+from medusa_train.plan.model_shape import load_config
 from tests.models_for_tests import ARCHITECTURES, make_model, save_base
 from tests.tokenizers_for_tests import END, make_tokenizer
 
@@ -100,6 +111,49 @@ def test_missing_files_are_named(tmp_path: Path, missing: str, message: str) -> 
     (directory / missing).unlink()
     with pytest.raises(InputError, match=message):
         load_base_model(str(directory))
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["./base", "../base", "~/base", "/no/base", "no/such/base", "here/base", "no\\base"],
+)
+@pytest.mark.parametrize(
+    "read",
+    [
+        base_fingerprint,
+        load_base_model,
+        load_tokenizer,
+        load_max_length,
+        load_config,
+        partial(load_dtype, dtype="auto"),
+        partial(load_stop_ids, tokenizer=None),
+    ],
+)
+def test_the_hub_is_not_asked_for_a_path(
+    name: str, read: Callable[[str], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "here").mkdir()
+    with pytest.raises(
+        InputError, match=r"no such directory[;,] (give a model's|and the directory)"
+    ):
+        read(name)
+
+
+def test_a_model_of_the_hub_may_have_its_owners_directory_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "owner").mkdir()
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    with pytest.raises(InputError, match="the directory owner is here; for a model of the hub by"):
+        check_name("owner/name")
+    (tmp_path / "cache" / "models--owner--name").mkdir(parents=True)
+    check_name("owner/name")
+    check_name("other/name")
+    check_name("name")
+    (tmp_path / "owner" / "other").mkdir()
+    check_name("./owner/other")
 
 
 def test_a_name_that_is_no_directory_may_be_one_that_the_hub_does_not_give(
