@@ -282,7 +282,7 @@ def chat(
     seed: Seed = None,
     as_json: Json = False,
 ) -> None:
-    """Talk with the model. Ctrl-C ends an answer, /exit leaves."""
+    """Talk with the model. Ctrl-C ends an answer, /exit leaves, /help lists the commands."""
     from medusa_train.cli.talk import chat as talk
 
     options = answer_options(

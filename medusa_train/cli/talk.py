@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from functools import partial
 from typing import Any
@@ -12,6 +13,12 @@ import typer
 from medusa_train.errors import InputError
 
 EXIT = "/exit"
+HELP = "/help"
+COMMANDS = {
+    EXIT: "leave; the end of the input does too (Ctrl-D)",
+    HELP: "list the commands",
+}
+_NO_COMMAND = "Ctrl-C ends an answer; a line that begins with a space goes to the model as it is"
 
 
 def generate(
@@ -39,7 +46,10 @@ def generate(
 def chat(
     model: Any, *, options: Any, chat_template: str | None, system: str | None, as_json: bool
 ) -> None:
-    """Answer line after line until ``/exit`` or the end of the input; Ctrl-C ends an answer."""
+    """Answer line after line until ``/exit`` or the end of the input; Ctrl-C ends an answer.
+
+    A line that begins with a slash and a word is a command and no message.
+    """
     from medusa_train.answers import prompt_ids, write_answer
     from medusa_train.interrupts import interruptible
 
@@ -48,12 +58,15 @@ def chat(
     messages = [] if system is None else [{"role": "system", "content": system}]
     # A base model without a template is refused before anything is typed.
     prompt_ids(model, [*messages, {"role": "user", "content": "?"}], chat_template=chat_template)
-    typer.echo(f"{EXIT} leaves; Ctrl-C ends an answer", err=True)
+    typer.echo(f"{EXIT} leaves, {HELP} lists the commands; Ctrl-C ends an answer", err=True)
     while (line := _read_line()) is not None:
         if not line.strip():
             continue
         if not _is_text(line):
             typer.echo("that line is not valid UTF-8", err=True)
+            continue
+        if _is_command(line):
+            typer.echo(_about_commands(line.split()[0]), err=True)
             continue
         messages.append({"role": "user", "content": line.strip()})
         with interruptible("ending the answer") as interrupt:
@@ -69,6 +82,17 @@ def chat(
             typer.echo(json.dumps(answer.facts()))
         else:
             typer.echo(answer.summary(), err=True)
+
+
+def _is_command(line: str) -> bool:
+    """Whether it begins as a command does; a path such as /etc/hosts does not."""
+    return re.match(r"/[A-Za-z]+(\s|$)", line) is not None
+
+
+def _about_commands(name: str) -> str:
+    if name != HELP:
+        return f"{name}: unknown command; {HELP} lists the commands"
+    return "\n".join([*(f"{name}  {text}" for name, text in COMMANDS.items()), _NO_COMMAND])
 
 
 def _is_text(text: str) -> bool:
@@ -101,4 +125,4 @@ def _read_line() -> str | None:
         except KeyboardInterrupt:
             typer.echo(err=True)
             continue
-        return None if line.strip() == EXIT else line
+        return None if line.rstrip() == EXIT else line

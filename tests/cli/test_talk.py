@@ -127,7 +127,23 @@ def test_chat_keeps_the_conversation(
     answers = [json.loads(line) for line in out.splitlines()]
     assert len(answers) == 2
     assert all(1 <= answer["num_tokens"] <= 8 for answer in answers)
-    assert err.startswith("/exit leaves; Ctrl-C ends an answer")
+    assert err.startswith("/exit leaves, /help lists the commands; Ctrl-C ends an answer")
+
+
+def test_chat_knows_its_commands(
+    heads: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = ["/help", "/quit now", " /quit", "/etc/hosts: what is it?", "/ ?", "/exit", "never"]
+    monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join(lines)))
+    code, out, err = _call("chat", heads, "--max-new-tokens", 2, "--json", capsys=capsys)
+    assert code == 0
+    # The three lines that are no commands are answered.
+    assert len(out.splitlines()) == 3
+    shown = err.splitlines()
+    assert "/exit  leave; the end of the input does too (Ctrl-D)" in shown
+    assert "/help  list the commands" in shown
+    assert "/quit: unknown command; /help lists the commands" in shown
+    assert sum("unknown command" in line for line in shown) == 1
 
 
 def test_ctrl_c_ends_the_answer_and_not_the_chat(heads: Path) -> None:
