@@ -65,6 +65,20 @@ def export(target: str, heads: Path, output: Path, **choices: object) -> Exporte
     return export_heads(target, heads, output, choices=ExportChoices(**choices))  # type: ignore[arg-type]
 
 
+@cache
+def _exported(target: str, heads: Path, min_version: str | None) -> Path:
+    output = _root() / f"export-{target}-{heads.name}-{min_version}"
+    export(target, heads, output, min_version=min_version)
+    return output
+
+
+def copy_of_export(
+    target: str, heads: Path, output: Path, *, min_version: str | None = None
+) -> None:
+    """An export of a :func:`heads_directory`, written once and copied for each test."""
+    shutil.copytree(_exported(target, heads, min_version), output)
+
+
 def base_lm_head(base: Path) -> torch.Tensor:
     """The base's own output matrix, as transformers loads it."""
     model = AutoModelForCausalLM.from_pretrained(base)

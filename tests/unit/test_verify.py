@@ -16,7 +16,7 @@ from medusa_train.errors import InputError
 from medusa_train.export.verify import Verification
 from medusa_train.heads.checkpoint import load_heads, save_heads
 from medusa_train.verifying import verify_directory
-from tests.exports_for_tests import TARGETS, base_directory, export, heads_directory
+from tests.exports_for_tests import TARGETS, base_directory, copy_of_export, export, heads_directory
 
 Change = Callable[[Path], None]
 
@@ -81,8 +81,7 @@ def _check(
 ) -> Verification:
     output = tmp_path / "out"
     if not output.exists():
-        choices = {"min_version": options.pop("exported_for", None)}
-        export(target, heads, output, **{k: v for k, v in choices.items() if v})
+        copy_of_export(target, heads, output, min_version=options.pop("exported_for", None))
     if change is not None:
         change(output)
     return verify_directory(target, output, heads=heads, **options)  # type: ignore[arg-type]
