@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from huggingface_hub import constants
 
+from medusa_train.cli.train import app
 from tests.cli.test_validate import ROOT, outcome
+
+Plan = Callable[..., tuple[int, str, str]]
 
 CONFIG = {
     "model_type": "llama",
@@ -31,6 +36,20 @@ def place(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.fixture
+def plan(place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Plan:
+    """Call the command in this process, from that place: another one needs seconds to begin."""
+    monkeypatch.chdir(place)
+
+    def call(*arguments: str) -> tuple[int, str, str]:
+        with pytest.raises(SystemExit) as ended:
+            app(["plan", *arguments])
+        shown = capsys.readouterr()
+        return int(ended.value.code or 0), shown.out, shown.err
+
+    return call
+
+
 def test_one_json_object(place: Path) -> None:
     arguments = ("plan", "x.yaml", "--json", "--no-benchmark", "--devices", "4")
     code, stdout, stderr = outcome("medusa-train", *arguments, cwd=place)
@@ -49,46 +68,45 @@ def test_one_json_object(place: Path) -> None:
     assert sorted(path.name for path in place.iterdir()) == ["base", "x.yaml"]
 
 
-def test_tables_with_a_measured_time(place: Path) -> None:
-    code, stdout, stderr = outcome("medusa-train", "plan", "x.yaml", cwd=place)
+def test_tables_with_a_measured_time(plan: Plan) -> None:
+    code, stdout, stderr = plan("x.yaml")
     assert (code, stderr) == (0, "measuring this device for a few seconds\n")
     for words in ("one head", "ZeRO-3", "loss chunk", "figures per 1,000", "TFLOP", "checkpoints"):
         assert words in stdout
     assert "from a measurement on this device" in stdout
 
 
-def test_an_override_changes_the_plan(place: Path) -> None:
+def test_an_override_changes_the_plan(plan: Plan) -> None:
     sets = ("--set", "heads.layout=shared", "--set", "train.hidden_states=online")
-    arguments = ("plan", "x.yaml", "--json", "--no-benchmark", *sets)
-    code, stdout, _ = outcome("medusa-train", *arguments, cwd=place)
+    code, stdout, _ = plan("x.yaml", "--json", "--no-benchmark", *sets)
     assert code == 0
-    plan = json.loads(stdout)
-    assert plan["parameters"]["per_head"] == 64**2 + 64
-    assert plan["memory"]["hidden-states"] is None
+    result = json.loads(stdout)
+    assert result["parameters"]["per_head"] == 64**2 + 64
+    assert result["memory"]["hidden-states"] is None
 
 
 @pytest.mark.parametrize(
     ("args", "stderr"),
     [
-        (("plan", "no.yaml"), "error: no.yaml: no such file\n"),
+        (("no.yaml",), "error: no.yaml: no such file\n"),
         (
-            ("plan", "x.yaml", "--set", "heads.num_heads=0"),
+            ("x.yaml", "--set", "heads.num_heads=0"),
             "error: --set heads.num_heads=0: heads.num_heads: must be at least 1; got 0\n",
         ),
         (
-            ("plan", "x.yaml", "--set", "heads.vocab_size=1001"),
+            ("x.yaml", "--set", "heads.vocab_size=1001"),
             "error: heads.vocab_size: must be at most the base model's 1000 tokens, got 1001\n",
         ),
     ],
 )
-def test_bad_input_is_one_line(place: Path, args: tuple[str, ...], stderr: str) -> None:
-    assert outcome("medusa-train", *args, cwd=place) == (2, "", stderr)
+def test_bad_input_is_one_line(plan: Plan, args: tuple[str, ...], stderr: str) -> None:
+    assert plan(*args) == (2, "", stderr)
 
 
-def test_a_base_that_is_not_here(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+def test_a_base_that_is_not_here(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     name = "base_model.name_or_path=nobody/no-such-model"
-    code, stdout, stderr = outcome("medusa-train", "plan", "x.yaml", "--set", name, cwd=place)
+    code, stdout, stderr = plan("x.yaml", "--set", name)
     assert (code, stdout, stderr.count("\n")) == (2, "", 1)
     assert stderr.startswith("error: nobody/no-such-model: its config cannot be loaded: ")
 
