@@ -10,7 +10,7 @@ Shapes: B · T tokens of a batch, N source positions, D hidden, V rows of ``lm_h
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -192,8 +192,20 @@ def without_dropout(model: PreTrainedModel) -> None:
 
 
 def _states(model: PreTrainedModel, batch: Batch) -> Tensor:
-    states = hidden_states(model, batch["input_ids"], position_ids=batch.get("position_ids"))
+    with _products_in_half(model):
+        states = hidden_states(model, batch["input_ids"], position_ids=batch.get("position_ids"))
     return states.flatten(0, 1)[batch["source_index"]]
+
+
+def _products_in_half(model: PreTrainedModel) -> AbstractContextManager[object]:
+    """Adapters are fp32 weights in layers of half the width, and compute as these do.
+
+    With and without adapters it is the same, so that they change nothing while they are zero.
+    """
+    trained = {parameter.dtype for parameter in model.parameters() if parameter.requires_grad}
+    if model.dtype != torch.bfloat16 or trained <= {torch.bfloat16}:
+        return nullcontext()
+    return torch.autocast(model.device.type, torch.bfloat16)
 
 
 def _sum_dtype(states: Tensor) -> torch.dtype:

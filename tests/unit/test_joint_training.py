@@ -255,6 +255,36 @@ def test_activations_that_are_computed_again_give_the_same_gradients(
         torch.testing.assert_close(tensor, again[name], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_adapters_of_fp32_compute_as_their_layers_do(
+    tmp_path: Path, base: Path, dtype: torch.dtype
+) -> None:
+    """Their products are the small part of a layer; in fp32 they would take most of its time."""
+    name = str(dtype).removeprefix("torch.")
+    trainer, workspace = trainer_of(
+        tmp_path, base, cyclic_rows(4), *LORA, f"base_model.dtype={name}"
+    )
+    assert trainer.module.joint is not None
+    model = trainer.module.joint.model
+    factors = {
+        name: module for name, module in model.named_modules() if name.endswith("lora_B.default")
+    }
+    seen: dict[str, torch.dtype] = {}
+    for name, module in factors.items():
+        module.register_forward_hook(
+            lambda _module, _inputs, output, name=name: seen.__setitem__(name, output.dtype)
+        )
+    assert factors
+    assert {module.weight.dtype for module in factors.values()} == {torch.float32}
+    batch = trainer.collate([trainer.train_dataset[0]])
+    pairs = trainer.module.count_pairs(batch["labels"])
+    outputs = trainer.module(**batch, num_pairs=pairs)
+    assert seen == dict.fromkeys(factors, dtype)
+    # Adapters that are zero still change nothing at all.
+    assert outputs["base_loss_sum"].item() == pytest.approx(0.0, abs=1e-6)
+    del workspace
+
+
 @pytest.mark.parametrize("quantization", ["8bit", "4bit"])
 def test_adapters_beside_quantised_weights_learn_in_every_layer(
     tmp_path: Path, quantization: str
