@@ -64,8 +64,9 @@ class Typical:
 
 
 def _is_number(value: object) -> bool:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return is_number and math.isfinite(value)
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return False
+    return math.isfinite(value)
 
 
 def matching_child(token: int, *, children: Sequence[int], tokens: Sequence[int]) -> int | None:
