@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from medusa_train.errors import InputError
 from medusa_train.export.verify import Verification
+from medusa_train.export.vllm import OTHER_METHODS
 from medusa_train.heads.checkpoint import load_heads, save_heads
 from medusa_train.verifying import verify_directory
 from tests.exports_for_tests import TARGETS, base_directory, copy_of_export, export, heads_directory
@@ -173,9 +174,11 @@ def test_vllms_versions_requests_and_names(tmp_path: Path) -> None:
     assert any("0.33 removed Medusa" in error for error in new.errors)
     many = _check("vllm", tmp_path, None, num_speculative_tokens=5, heads=heads)
     assert "5 speculative tokens are asked for, but there are 3 heads" in many.errors
-    shutil.copytree(tmp_path / "out", tmp_path / "my-eagle3-heads")
-    named = verify_directory("vllm", tmp_path / "my-eagle3-heads")
-    assert any("contains 'eagle3'" in error for error in named.errors)
+    for name in OTHER_METHODS:
+        directory = tmp_path / f"my-{name}-heads"
+        shutil.copytree(tmp_path / "out", directory)
+        named = verify_directory("vllm", directory)
+        assert any(f"contains '{name}'" in error for error in named.errors), name
 
 
 def test_vllm_reads_every_safetensors_file(tmp_path: Path) -> None:
