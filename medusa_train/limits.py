@@ -10,8 +10,14 @@ MAX_TREE_NODES = 1024
 MAX_SEED = 2**32 - 1
 """Of every generator that is seeded."""
 
+MIN_TEMPERATURE = 0.001
+"""Above 0, which is greedy: logits are divided by it, and must stay finite."""
+
 MAX_TEMPERATURE = 100.0
 """At which the most unlike tokens are almost alike."""
 
 MAX_BOOTSTRAP = 100_000
 """Resamples of an interval: each has a weight for each conversation in memory."""
+
+MAX_TURNS = 1000
+"""Of a conversation that is generated: its plan is made before its first turn."""

@@ -8,7 +8,7 @@ import typer
 
 from medusa_train.cli.options import finite
 from medusa_train.errors import InputError
-from medusa_train.limits import MAX_SEED, MAX_TEMPERATURE
+from medusa_train.limits import MAX_SEED, MAX_TEMPERATURE, MIN_TEMPERATURE
 
 Temperature = Annotated[
     float, typer.Option(min=0, max=MAX_TEMPERATURE, callback=finite, help="0 is greedy.")
@@ -35,8 +35,14 @@ def answer_options(
     """The options of an answer.
 
     Raises:
-        InputError: an option of sampling where nothing is sampled, or an empty nucleus.
+        InputError: an option of sampling where nothing is sampled, an empty nucleus, or a
+            temperature at which logits overflow.
     """
+    if 0 < temperature < MIN_TEMPERATURE:
+        raise InputError(
+            f"--temperature: must be 0, which is greedy, or at least {MIN_TEMPERATURE}; got "
+            f"{temperature}"
+        )
     if top_p == 0:
         raise InputError("--top-p: must be above 0 and at most 1, got 0")
     given = {

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from medusa_train.limits import MAX_TREE_NODES
+from medusa_train.limits import MAX_TREE_NODES, MAX_TURNS
 from medusa_train.recipe.medusa2 import Medusa2Section
 from medusa_train.recipe.quality_block import QualitySection
 from medusa_train.recipe.section import (
@@ -115,7 +115,7 @@ class DistillSection(Section):
     """Several sources, mixed by weight; excludes `prompts`."""
     num_prompts: Count | None = None
     """Number of prompts; required where the model writes prompts, else null is all there are."""
-    turns: Count = 1
+    turns: Annotated[int, Field(ge=1, le=MAX_TURNS)] = 1
     """Turns of each conversation. A file's later user turns are asked again, each in the context of
     the answers so far; where the model writes the prompts, it writes the later ones too."""
     write_user_turns: bool = False

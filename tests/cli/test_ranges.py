@@ -104,3 +104,11 @@ def test_numbers_that_mean_nothing_are_refused_by_name(
         key = option.removeprefix("--").replace("-", "_")
         assert key in shown.err.replace("-", "_"), (arguments, shown.err)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_more_turns_than_a_conversation_can_have(capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["generate", *NEEDED["medusa-distill generate"], "--turns=1001"]
+    with pytest.raises(SystemExit) as ended:
+        distill(command)
+    assert ended.value.code == 2
+    assert "data.distill.turns: must be at most 1000; got 1001" in capsys.readouterr().err

@@ -93,6 +93,8 @@ def test_generate_says_what_is_wrong(
             "generate", heads, "x", *option
         )
     sampled = ("generate", heads, "x", "--temperature", 1)
+    cold = error("generate", heads, "x", "--temperature", 1e-300)
+    assert "--temperature: must be 0, which is greedy, or at least 0.001; got 1e-300" in cold
     assert "--top-p: must be above 0 and at most 1, got 0" in error(*sampled, "--top-p", 0)
     for option, value in (("--top-p", 1.5), ("--top-k", -1), ("--temperature", 101)):
         assert f"Invalid value for '{option}': " in error(*sampled, option, value)
