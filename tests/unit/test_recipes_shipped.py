@@ -69,12 +69,21 @@ def test_the_values_of_joint_training_are_the_published_ones(path):
     joint = recipe.train.joint
     assert joint is not None
     assert joint.lora is not None
-    assert (joint.lora.rank, joint.lora.alpha, joint.lora.dropout) == (32, 16.0, 0.05)
-    assert (joint.base_loss, joint.head_loss_schedule) == ("kl", "sine")
-    assert joint.head_lr_multiplier == 4.0
+    assert joint.base_loss == "kl"
     assert joint.guard is not None
     assert f"medusa-train merge runs/{path.stem} " in path.read_text(encoding="utf-8")
-    if path.stem.startswith(("vicuna", "smollm2")):
+    if path.stem.startswith("smollm2"):
+        # Not published: few small steps after a warm-up, as docs/experiments.md found them.
+        assert joint.warm_up is not None
+        assert (joint.lora.rank, joint.head_loss_weight, joint.head_lr_multiplier) == (
+            32,
+            0.05,
+            0.5,
+        )
+        return
+    assert (joint.lora.rank, joint.lora.alpha, joint.lora.dropout) == (32, 16.0, 0.05)
+    assert (joint.head_loss_schedule, joint.head_lr_multiplier) == ("sine", 4.0)
+    if path.stem.startswith("vicuna"):
         assert joint.warm_up is not None
         assert joint.head_loss_weight == 0.2
     else:
