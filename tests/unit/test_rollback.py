@@ -43,11 +43,11 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _run(
-    directory: Path, base: Path, kind: str, guard: str, *, rate: float | None = None
+    directory: Path, base: Path, kind: str, guard: str, *more: str, rate: float | None = None
 ) -> RunDir:
     options = [option for option in OPTIONS if kind == "lora" or "lora" not in option]
     rates = [f"train.trainer.learning_rate={rate or RATES[kind]}", "train.trainer.warmup_steps=20"]
-    overrides = [*options, *rates, SECTIONS[kind] % guard]
+    overrides = [*options, *rates, SECTIONS[kind] % guard, *more]
     loaded = write_recipe(directory, base=base, rows=cyclic_rows(16), overrides=overrides)
     return run_pipeline(loaded, only="train")
 
@@ -131,8 +131,10 @@ def test_without_a_good_checkpoint_and_a_rollback_left_it_is_an_error(
     tmp_path: Path, base: Path
 ) -> None:
     guard = "{max_kl: 1e-9, patience: 1, num_rollbacks: 1}"
+    # The first step of a warm-up changes nothing, so its checkpoint would be a good one.
+    steps = ("train.trainer.eval_steps=2", "train.trainer.save_steps=2")
     with pytest.raises(MedusaTrainError, match="no checkpoint is from before that"):
-        _run(tmp_path, base, "lora", guard)
+        _run(tmp_path, base, "lora", guard, *steps)
     assert len(read_rollbacks(tmp_path / "run" / "checkpoints")) == 1
 
 
