@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from medusa_train.decoding.acceptance import Typical, matching_child, typical_node
-from medusa_train.decoding.cache import CachePlan, keep_accepted, new_cache
+from medusa_train.decoding.cache import ROOM, CachePlan, keep_accepted, new_cache
 from medusa_train.decoding.candidates import CandidateHeads
 from medusa_train.decoding.masks import TreeMasks
 from medusa_train.decoding.passes import Passes
@@ -96,7 +96,7 @@ class Decoding:
             self.children[parent].append(node)
         num_rows = len(texts.lengths)
         self.cache = new_cache(
-            model, num_rows=num_rows, length=texts.lengths[0], offloading=offloading
+            model, num_rows=num_rows, length=_first_length(texts, tree), offloading=offloading
         )
         self.rows = list(range(num_rows))
         self.starts = starts.to(device)
@@ -298,3 +298,15 @@ class Decoding:
             num_dropped=total - after,
         )
         self.cached = after
+
+
+def _first_length(texts: Texts, tree: Tree) -> int:
+    """Columns that a cache has from the start: the prompts, a short answer, and the tree.
+
+    A cache that grows holds two storages for a moment, and the freed one's memory is too small
+    for the next layer's.
+    """
+    length = texts.lengths[0] + ROOM
+    if texts.max_length is not None:
+        length = min(length, texts.max_length)
+    return length + len(tree.parents)

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import Cache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
-from medusa_train.base_model.packed_linear import packed_linears
+from medusa_train.base_model.packed_linear import PackedLinears
 from medusa_train.decoding.cache import GrowingLayer
 from medusa_train.decoding.masks import Mask
 
@@ -33,6 +33,7 @@ class Passes:
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
         self._seen: Tensor | None = None
+        self._packed = PackedLinears(model)
 
     @contextmanager
     def ready(self, *, num_tokens: int) -> Iterator[None]:
@@ -46,7 +47,7 @@ class Passes:
             self._seen = None
 
     def _weights(self, num_tokens: int) -> Any:
-        return packed_linears(self.model, num_rows=num_tokens)
+        return self._packed.in_use(num_rows=num_tokens)
 
     def _see(self, _module: Any, arguments: tuple[Tensor, ...]) -> None:
         self._seen = arguments[0]

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from medusa_train.base_model.packed_linear import packed_linears
+from medusa_train.base_model.packed_linear import PackedLinears, packed_linears
 from medusa_train.distill import filters
 from medusa_train.distill.in_process import InProcessEngine
 from medusa_train.distill.sampling import Sampling, greedy, inverse_cdf
@@ -40,6 +42,47 @@ def test_packed_weights_change_no_bit() -> None:
     assert torch.equal(plain, packed)
     assert torch.equal(plain, again)
     assert not any("forward" in module.__dict__ for module in model.modules())
+
+
+@pytest.mark.skipif(
+    not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="this CPU has no bfloat16 products"
+)
+@pytest.mark.parametrize("columns", [16, 15])
+def test_packed_copies_stay_until_their_weight_changes(columns: int) -> None:
+    layer = nn.Linear(columns, 8, bias=False).to(torch.bfloat16)
+    other = nn.Linear(columns, 8, bias=False).to(torch.bfloat16)
+    model: Any = nn.ModuleList([layer, other])
+    packed = PackedLinears(model)
+    inputs = torch.randn(3, columns, dtype=torch.bfloat16)
+
+    def product_and_copies(num_rows: int = 3) -> tuple[Tensor, list[Tensor]]:
+        with torch.inference_mode(), packed.in_use(num_rows=num_rows) as are_used:
+            assert are_used
+            copies = [module.forward.args[0] for module in (layer, other)]  # type: ignore[attr-defined]
+            return layer(inputs), copies
+
+    first, copies = product_and_copies()
+    again, same = product_and_copies()
+    assert torch.equal(first, again)
+    assert all(one is two for one, two in zip(copies, same, strict=True))
+    # As adapters are merged: no version that torch counts changes.
+    version = layer.weight._version
+    layer.weight.data[3, 2] += 1.0
+    assert layer.weight._version == version
+    changed, fresh = product_and_copies()
+    assert torch.equal(changed, nn.functional.linear(inputs, layer.weight))
+    assert not torch.equal(first, changed)
+    assert fresh[0] is not copies[0]
+    assert fresh[1] is copies[1]
+    layer.weight = nn.Parameter(torch.randn(8, columns, dtype=torch.bfloat16))
+    replaced, _ = product_and_copies()
+    assert torch.equal(replaced, nn.functional.linear(inputs, layer.weight))
+    assert product_and_copies(num_rows=60)[1][1] is not copies[1]
+    # Weights that cannot be packed any more leave nothing behind.
+    model.float()
+    with packed.in_use(num_rows=3) as are_used:
+        assert not are_used
+    assert not packed._copies
 
 
 def test_weights_in_float32_are_not_packed() -> None:
