@@ -5,6 +5,7 @@ Where DeepSpeed or FSDP shard the weights, a process holds a part of each; what 
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from medusa_train.distributed import any_process, num_processes
@@ -80,6 +82,17 @@ def check_same_processes(checkpoint: Path, *, engine: str) -> None:
         f"go on with {then} (--devices {then}) of that kind, or start from its heads in a new run: "
         f"--set heads.init_from={checkpoint} --set run_dir=…"
     )
+
+
+def publish(staged: Path, place: Path, *, state: TrainerState) -> None:
+    """Move a checkpoint that is whole to its place, with ``state`` as it is now.
+
+    The Trainer has written a state that may name as the best checkpoint the one in the staging
+    directory.
+    """
+    state.save_to_json(str(staged / TRAINER_STATE_NAME))
+    shutil.rmtree(place, ignore_errors=True)
+    staged.rename(place)
 
 
 def numbered_checkpoints(directory: Path) -> list[tuple[int, Path]]:

@@ -35,6 +35,7 @@ from medusa_train.metrics import HeadCounts
 from medusa_train.train.checkpoints import (
     StopWhenAsked,
     check_same_processes,
+    publish,
     whole_tensors,
 )
 from medusa_train.train.even import EvenExamples
@@ -365,9 +366,8 @@ class HeadsTrainer(Trainer):
         wait_for_all()
         if self.args.should_save:
             name = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
-            shutil.rmtree(directory / name, ignore_errors=True)
-            (staging / name).rename(directory / name)
             self._note_best(directory)
+            publish(staging / name, directory / name, state=self.state)
             # The last good one may be older than the limit of their number lets it be.
             if self.guard is None or self.guard.good_step == self.state.global_step:
                 rotate_checkpoints(
@@ -393,7 +393,8 @@ class HeadsTrainer(Trainer):
         """Name the checkpoint with the best evaluation; rotation keeps it."""
         step = self.state.best_global_step
         best = directory / f"{PREFIX_CHECKPOINT_DIR}-{step}"
-        if step and best.exists() and self.state.best_model_checkpoint != str(best):
+        is_known = best.exists() or step == self.state.global_step
+        if step and is_known and self.state.best_model_checkpoint != str(best):
             self.state.best_model_checkpoint = str(best)
             name, value = self.args.metric_for_best_model, self.state.best_metric
             log(f"best checkpoint: {best}, {name} {value:.4f}")

@@ -336,6 +336,9 @@ def test_the_best_checkpoint_is_kept_and_named(tmp_path: Path, base: Path) -> No
     assert record["best_acceptance_length"] == pytest.approx(lengths[best])
     kept = {path.name for path in run.checkpoints.glob("checkpoint-*")}
     assert kept == {f"checkpoint-{best}", "checkpoint-8"}
+    for path in run.checkpoints.glob("checkpoint-*/trainer_state.json"):
+        state = json.loads(path.read_text())
+        assert state["best_model_checkpoint"] == str(run.checkpoints / f"checkpoint-{best}")
     heads = (run.heads / "medusa_lm_head.safetensors").read_bytes()
     saved = run.checkpoints / f"checkpoint-{best}" / "medusa_lm_head.safetensors"
     assert heads == saved.read_bytes()
