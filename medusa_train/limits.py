@@ -21,3 +21,9 @@ MAX_BOOTSTRAP = 100_000
 
 MAX_TURNS = 1000
 """Of a conversation that is generated: its plan is made before its first turn."""
+
+MAX_CONCURRENCY = 4096
+"""Requests at a time to one server: each is a thread and a connection."""
+
+MAX_TIMEOUT = 1e6
+"""Seconds; the system's clocks know no such times as 1e12."""

@@ -7,7 +7,9 @@ these faults, ``itertools.repeat("400")`` gives them to all.
 Faults: an HTTP status (``429`` and ``503`` with the server's ``retry_after``), ``hang`` (no answer
 for ``hang_seconds``), ``cut`` (the connection ends within the answer), ``malformed`` (no JSON),
 ``no ids``, ``empty``, ``length``, ``no end`` (the stop id is left out of the ids), ``few`` (too few
-log-probabilities), ``strange`` (another finish reason), ``die`` (the whole server stops).
+log-probabilities), ``strange`` (another finish reason), ``die`` (the whole server stops), ``drip``
+(white space now and then, and no end), ``302`` (a redirect to another page), ``echo`` (the prompt
+before the answer), ``foreign logprobs`` (of tokens that there are not).
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import socket
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
+from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Literal, Self
 
@@ -27,6 +30,12 @@ WORDS = ("the", "sea", "is", "wide", "blue", "a", "metal", "river", "colour", "g
 OPENAI_FIELDS = frozenset(
     {"model", "prompt", "max_tokens", "temperature", "top_p", "seed", "stop", "logprobs", "n"}
 )
+
+_CONTENTS = {
+    "malformed": b"<html>gateway</html>",
+    "deep": b"[" * 100_000,
+    "digits": b'{"choices": ' + b"1" * 5000 + b"}",
+}
 
 Style = Literal["vllm", "sglang", "ids-only-in", "text", "transformers", "tgi"]
 
@@ -47,6 +56,7 @@ class ScriptedServer:
         refused_fields: fields that it answers with 422, besides its style's.
         max_model_len: what it says of its model.
         owner: whose it says it is; None: its style's.
+        said: goes behind what it says of an error.
         fixed_temperature: with which it draws, whatever it is sent.
     """
 
@@ -65,6 +75,7 @@ class ScriptedServer:
         refused_fields: frozenset[str] = frozenset(),
         max_model_len: int | None = None,
         owner: str | None = None,
+        said: str = "",
         fixed_temperature: float | None = None,
     ) -> None:
         self.tokenizer = tokenizer
@@ -78,6 +89,7 @@ class ScriptedServer:
         self.refused_fields = refused_fields
         self.max_model_len = max_model_len
         self.owner = owner or style
+        self.said = said
         self.fixed_temperature = fixed_temperature
         self.lock = threading.Lock()
         self.requests: list[tuple[str, dict[str, Any], dict[str, str]]] = []
@@ -259,6 +271,8 @@ class _Handler(BaseHTTPRequestHandler):
                 self._start(200, length=1000)
                 self.wfile.write(b'{"choices": [')
                 self.close_connection = True
+            case "drip":
+                self._drip()
             case "die":
                 script.die()
                 self.close_connection = True
@@ -269,12 +283,18 @@ class _Handler(BaseHTTPRequestHandler):
             case "digits":
                 self._write(200, b'{"choices": ' + b"1" * 5000 + b"}")
             case str() if fault.isdigit():
-                said = f"scripted {fault}"
+                said = f"scripted {fault}" + script.said
                 if fault == "400" and script.api_key is not None:
                     said += f" {script.api_key}"
                 self._send(int(fault), {"error": {"message": said}})
             case _:
                 self._send(200, self._reply(ids, body, fault))
+
+    def _drip(self) -> None:
+        self._start(200, length=1000)
+        while not self.server.script.stopping.wait(0.05):
+            self.wfile.write(b" ")
+        self.close_connection = True
 
     def _reply(self, prompt: list[int], body: dict[str, Any], fault: str | None) -> dict[str, Any]:
         script = self.server.script
@@ -286,7 +306,8 @@ class _Handler(BaseHTTPRequestHandler):
         ids = script.answer_ids(
             prompt, seed=options.get("seed") if draws else None, max_tokens=limit
         )
-        ids = {"empty": (script.stop_id,), "length": ids[:2]}.get(fault or "", ids)
+        changed = {"empty": (script.stop_id,), "length": ids[:2], "echo": (*prompt, *ids)}
+        ids = changed.get(fault or "", ids)
         reason = "stop" if ids[-1] == script.stop_id else "length"
         text = script.tokenizer.decode([i for i in ids if i != script.stop_id])
         if fault == "no end":
@@ -311,7 +332,8 @@ class _Handler(BaseHTTPRequestHandler):
         if body.get("return_token_ids") and fault != "no ids" and script.style != "ids-only-in":
             choice["token_ids"] = list(ids)
         if (num := body.get("logprobs")) is not None and script.style in {"vllm", "sglang"}:
-            choice["logprobs"] = self._logprobs(ids, num - (fault == "few"))
+            first = len(script.tokenizer) if fault == "foreign logprobs" else 0
+            choice["logprobs"] = self._logprobs([first + i for i in ids], num - (fault == "few"))
         return {"object": "text_completion", "model": body["model"], "choices": [choice]}
 
     def _logprobs(self, ids: Sequence[int], num: int) -> dict[str, Any]:
@@ -334,6 +356,8 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Length", str(length))
         if status in {429, 503} and (wait := self.server.script.retry_after) is not None:
             self.send_header("Retry-After", wait)
+        if status == HTTPStatus.FOUND:
+            self.send_header("Location", "http://login.example/")
         self.end_headers()
 
 

@@ -11,6 +11,7 @@ import typer
 from medusa_train.cli.app import Json
 from medusa_train.cli.options import BootstrapSeed, MaxNewTokens, NumBootstrap, Template, finite
 from medusa_train.errors import InputError
+from medusa_train.limits import MAX_CONCURRENCY
 
 
 def quality(
@@ -83,7 +84,7 @@ def quality(
         typer.Option(help="Environment variable that holds the server's key, if it wants one."),
     ] = "OPENAI_API_KEY",
     judge_concurrency: Annotated[
-        int, typer.Option(min=1, help="Requests to the judge at a time.")
+        int, typer.Option(min=1, max=MAX_CONCURRENCY, help="Requests to the judge at a time.")
     ] = 4,
     lm_eval: Annotated[
         list[str] | None,

@@ -26,6 +26,7 @@ from medusa_train.distill.writer import Answer, Failure, Stopping, Teacher
 from medusa_train.errors import InputError
 
 MAX_BACKOFF = 30.0
+MAX_DOUBLINGS = 32
 MAX_SEED = 2**63
 # A prompt may take a server down each time; after so many it is the prompt's fault.
 MAX_MOVES = 20
@@ -202,8 +203,7 @@ class ServerWriter:
             num_failed += 1
             if num_failed > self._max_retries:
                 return Failure(failure.reason, f"{failure.detail} ({num_failed} tries)")
-            if failure.retry_after is None:
-                self._wait(num_failed)
+            self._wait(num_failed, already=failure.retry_after or 0.0)
 
     def _ask(self, lease: Lease, request: Request) -> Answer:
         form, url = lease.form, lease.server.url
@@ -219,10 +219,15 @@ class ServerWriter:
             exact_ids=self._exact_ids,
         )
 
-    def _wait(self, num_failed: int) -> None:
-        """Wait longer from try to try, and never as long as the other threads."""
-        longest = min(MAX_BACKOFF, self._backoff * 2 ** (num_failed - 1))
-        if self._http.stopped.wait(random.uniform(longest / 2, longest)):
+    def _wait(self, num_failed: int, *, already: float) -> None:
+        """Wait longer from try to try, and never as long as the other threads.
+
+        Not where a server has asked for a longer wait (``already``): that is its own, and another
+        one may be free.
+        """
+        longest = longest_pause(self._backoff, num_failed=num_failed)
+        pause = random.uniform(longest / 2, longest)
+        if pause > already and self._http.stopped.wait(pause):
             raise StoppedError
 
     def _ping(self, server: Server) -> bool:
@@ -242,6 +247,11 @@ class ServerWriter:
             seed=0,
             num_logprobs=None if self._teacher is None else self._teacher.num,
         )
+
+
+def longest_pause(backoff: float, *, num_failed: int) -> float:
+    """The most seconds to wait after so many failed tries."""
+    return min(MAX_BACKOFF, backoff * 2.0 ** min(num_failed - 1, MAX_DOUBLINGS))
 
 
 def _bases(urls: Sequence[str]) -> dict[str, httpx.Auth | None]:

@@ -31,6 +31,7 @@ BUSY = {408, 409, 425, 429}
 _WRONG_KEY = {401, 403}
 # Syntax, encoding, numbers of thousands of digits; brackets without end.
 _NO_JSON = (ValueError, RecursionError)
+_READ = ("Content-Type", "Location", "Retry-After")
 _CONNECTED = {"connection.connect_tcp.complete", "connection.start_tls.complete"}
 
 Blame = Literal["unreachable", "dropped", "fault", "busy", "answer", "prompt"]
@@ -74,9 +75,11 @@ def base_url(text: str) -> tuple[str, httpx.Auth | None]:
     shown = "the URL of a server" if "@" in text else repr(text)
     try:
         url = httpx.URL(text.strip())
-    except httpx.InvalidURL as error:
+        # What is looked up later; it refuses empty and endless parts of a name.
+        host = url.host and url.raw_host.decode("ascii").encode("idna")
+    except (httpx.InvalidURL, UnicodeError) as error:
         raise InputError(f"{shown}: not a URL") from error
-    if url.scheme not in {"http", "https"} or not url.host or url.query or url.fragment:
+    if url.scheme not in {"http", "https"} or not host or url.query or url.fragment:
         raise InputError(f"{shown}: not a base URL of a server, such as http://localhost:8000/v1")
     auth = httpx.BasicAuth(url.username, url.password) if url.userinfo else None
     plain = str(url.copy_with(userinfo=b"")).rstrip("/")
@@ -87,13 +90,14 @@ class Http:
     """One client for all servers and threads; knows the key and never says it.
 
     Args:
-        timeout: seconds without a byte after which a request is given up.
+        timeout: seconds after which a request is given up, whatever has come of its answer.
         num_connections: requests that may run at once.
         api_key_env: environment variable with the key; servers without a key ignore it.
         auth: user and password of servers whose URL holds them.
 
     Raises:
-        InputError: what the variable holds cannot be sent.
+        InputError: what the variable holds cannot be sent, or the variables for proxies and
+            certificates make no sense.
     """
 
     def __init__(
@@ -113,16 +117,25 @@ class Http:
                 "line break, say); set it anew"
             )
         self._auth = dict(auth)
+        self._timeout = timeout
         self._sockets: set[socket.socket] = set()
-        self._client = httpx.Client(
-            timeout=httpx.Timeout(timeout, connect=min(timeout, CONNECT_TIMEOUT), pool=None),
-            limits=httpx.Limits(
-                max_connections=None,
-                max_keepalive_connections=num_connections,
-                keepalive_expiry=KEEPALIVE_SECONDS,
-            ),
-            headers={"Authorization": f"Bearer {self._key}"} if self._key else {},
-        )
+        try:
+            self._client = httpx.Client(
+                timeout=httpx.Timeout(timeout, connect=min(timeout, CONNECT_TIMEOUT), pool=None),
+                limits=httpx.Limits(
+                    max_connections=None,
+                    max_keepalive_connections=num_connections,
+                    keepalive_expiry=KEEPALIVE_SECONDS,
+                ),
+                headers={"Authorization": f"Bearer {self._key}"} if self._key else {},
+            )
+        except (httpx.InvalidURL, ImportError, OSError, ValueError) as error:
+            # Without what the error says: the URL of a proxy can hold a password.
+            raise InputError(
+                "the environment's settings for connections cannot be used "
+                f"({type(error).__name__}); check HTTP_PROXY, HTTPS_PROXY, ALL_PROXY, NO_PROXY, "
+                "SSL_CERT_FILE and SSL_CERT_DIR"
+            ) from error
 
     def __enter__(self) -> Self:
         return self
@@ -164,13 +177,7 @@ class Http:
         if self.stopped.is_set():
             raise StoppedError
         try:
-            return self._client.request(
-                "GET" if body is None else "POST",
-                url + path,
-                json=body,
-                auth=self._auth.get(url, httpx.USE_CLIENT_DEFAULT),
-                extensions={"trace": self._remember},
-            )
+            return self._sent(url, path, body)
         except (httpx.ConnectError, httpx.ConnectTimeout) as error:
             attempt = AttemptError(LOST_CONNECTION, _said(url, error), blame="unreachable")
         except httpx.TimeoutException as error:
@@ -181,12 +188,31 @@ class Http:
             raise StoppedError
         raise attempt
 
+    def _sent(self, url: str, path: str, body: Mapping[str, Any] | None) -> httpx.Response:
+        """The whole response; the client's own time-out begins anew with every byte."""
+        end = time.monotonic() + self._timeout
+        content = bytearray()
+        with self._client.stream(
+            "GET" if body is None else "POST",
+            url + path,
+            json=body,
+            auth=self._auth.get(url, httpx.USE_CLIENT_DEFAULT),
+            extensions={"trace": self._remember},
+        ) as response:
+            for part in response.iter_bytes():
+                content += part
+                if time.monotonic() > end:
+                    raise httpx.ReadTimeout(f"no whole answer within {self._timeout:g} s")
+        headers = {name: response.headers[name] for name in _READ if name in response.headers}
+        return httpx.Response(response.status_code, headers=headers, content=bytes(content))
+
     def json(self, response: httpx.Response, *, url: str) -> dict[str, Any]:
         """The object in a good response.
 
         Raises:
             AttemptError: another status than 200, or no object; says whether to try again.
-            InputError: no request can succeed: a wrong key, or no such model or address.
+            InputError: no request can succeed: a wrong key, no such model or address, or another
+                address.
         """
         self.check_access(response, url=url)
         status = response.status_code
@@ -200,6 +226,9 @@ class Http:
                 return value
             raise AttemptError(MALFORMED_ANSWER, f"{url}: not a JSON object", blame="answer")
         detail = f"{url}: {self.describe(response)}"
+        if response.has_redirect_location:
+            to = _one_line(response.headers["Location"])
+            raise InputError(f"{detail}: redirects to {to!r}; give the base URL that is meant")
         if status == HTTPStatus.NOT_FOUND:
             raise InputError(f"{detail}; is it the base URL of an OpenAI-compatible server?")
         if status in BUSY or status >= HTTPStatus.INTERNAL_SERVER_ERROR:
@@ -228,9 +257,7 @@ class Http:
         text = _message(response)
         if self._key:
             text = text.replace(self._key, "***")
-        text = " ".join(text.split())
-        if len(text) > MAX_MESSAGE:
-            text = text[:MAX_MESSAGE] + "…"
+        text = _one_line(text)
         status = f"HTTP {response.status_code}"
         return f"{status}: {text}" if text else status
 
@@ -245,6 +272,13 @@ class Http:
             self._sockets.add(connection)
         if self.stopped.is_set():
             self.stop()
+
+
+def _one_line(text: str) -> str:
+    """A short text without what a terminal would obey."""
+    shown = "".join(c if c.isprintable() else " " for c in text[: 10 * MAX_MESSAGE])
+    line = " ".join(shown.split())
+    return line if len(line) <= MAX_MESSAGE else line[:MAX_MESSAGE] + "…"
 
 
 def _said(url: str, error: httpx.HTTPError) -> str:

@@ -135,7 +135,7 @@ def _model(http: Http, *, url: str, model: str | None) -> ServerForm:
         if not _is_refusal(response.status_code):
             entries = _entries(http.json(response, url=url))
             break
-    listed = {str(entry["id"]): entry for entry in entries}
+    listed = {entry["id"]: entry for entry in entries}
     if model is None and len(listed) != 1:
         has = f"serves several models ({', '.join(listed)})" if listed else "lists no model"
         raise InputError(f"{url}: {has}; say which one (data.distill.server.model)")
@@ -147,7 +147,7 @@ def _model(http: Http, *, url: str, model: str | None) -> ServerForm:
         style="ids",
         gives_ids=True,
         owner=str(entry.get("owned_by", "")),
-        max_length=longest if isinstance(longest, int) else None,
+        max_length=longest if type(longest) is int and longest > 0 else None,
     )
 
 
@@ -157,7 +157,7 @@ def _entries(value: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     data = value.get("data")
     if not isinstance(data, list):
         return []
-    return [entry for entry in data if isinstance(entry, dict) and "id" in entry]
+    return [entry for entry in data if isinstance(entry, dict) and isinstance(entry.get("id"), str)]
 
 
 def _style(http: Http, form: ServerForm, *, url: str, request: Request) -> tuple[ServerForm, str]:

@@ -6,6 +6,8 @@ import threading
 from collections.abc import Sequence
 from functools import cached_property
 
+import numpy as np
+
 from medusa_train.console import warn
 from medusa_train.data.chat import ChatTokenizer
 from medusa_train.data.mask import first_stop
@@ -59,8 +61,8 @@ class AnswerReader:
             exact_ids: whether an answer without ids is none.
 
         Raises:
-            AttemptError: ids are missing or no tokens of the base model, or log-probabilities of
-                the end of turn are missing.
+            AttemptError: ids are missing, more than were asked for or no tokens of the base model,
+                or log-probabilities are of none of its tokens, or not of the end of turn.
         """
         if reply.token_ids is None:
             if exact_ids:
@@ -68,12 +70,7 @@ class AnswerReader:
             ids = self._retokenised(reply, prompt_ids, stopping)
             return _ended(ids, reply.finish_reason, stopping, retokenised=True)
         ids = reply.token_ids
-        if ids and max(ids) >= self._chat.vocab_size:
-            detail = (
-                f"token id {max(ids)} is not in the base model's vocabulary of "
-                f"{self._chat.vocab_size}; is it the base model that is served?"
-            )
-            raise AttemptError(MALFORMED_ANSWER, detail, blame="answer")
+        self._check(reply, ids, stopping)
         end = self._missing_end(reply, ids, stopping)
         if end is not None:
             if reply.teacher is not None:
@@ -81,6 +78,25 @@ class AnswerReader:
                 raise AttemptError(MALFORMED_ANSWER, detail, blame="answer")
             ids = (*ids, end)
         return _ended(ids, reply.finish_reason, stopping, teacher=reply.teacher)
+
+    def _check(self, reply: Reply, ids: tuple[int, ...], stopping: Stopping) -> None:
+        """Raise where ids cannot be an answer of the base model to this request."""
+        detail = None
+        known = reply.teacher.token_ids if reply.teacher is not None else np.zeros((0, 1))
+        if len(ids) > stopping.max_new_tokens:
+            detail = f"{len(ids)} token ids where {stopping.max_new_tokens} at most were asked for"
+        elif ids and max(ids) >= self._chat.vocab_size:
+            detail = (
+                f"token id {max(ids)} is not in the base model's vocabulary of "
+                f"{self._chat.vocab_size}; is it the base model that is served?"
+            )
+        elif known.size and not 0 <= known.min() <= known.max() < self._chat.vocab_size:
+            detail = (
+                "log-probabilities of token ids that are not in the base model's vocabulary of "
+                f"{self._chat.vocab_size}; is it the base model that is served?"
+            )
+        if detail is not None:
+            raise AttemptError(MALFORMED_ANSWER, detail, blame="answer")
 
     def _missing_end(self, reply: Reply, ids: tuple[int, ...], stopping: Stopping) -> int | None:
         """The id that ended the answer where the server left it out."""

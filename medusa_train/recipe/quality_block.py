@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 
 from pydantic import Field
 
-from medusa_train.recipe.section import Count, CountOrOff, Positive, Section, Text
+from medusa_train.recipe.section import Concurrency, Count, CountOrOff, Positive, Section, Text
 from medusa_train.recipe.yaml_reader import Key
 
 Wrong = tuple[Key, str]
@@ -24,7 +24,7 @@ class JudgeSection(Section):
     """Name of the model at the server."""
     api_key_env: Text = "OPENAI_API_KEY"
     """Environment variable that holds the key, if there is one; the key itself goes in no file."""
-    concurrency: Count = 4
+    concurrency: Concurrency = 4
     """Requests at a time."""
 
 

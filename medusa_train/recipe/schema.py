@@ -14,6 +14,7 @@ from medusa_train.limits import MAX_TREE_NODES, MAX_TURNS
 from medusa_train.recipe.medusa2 import Medusa2Section
 from medusa_train.recipe.quality_block import QualitySection
 from medusa_train.recipe.section import (
+    Concurrency,
     Count,
     CountOrOff,
     Language,
@@ -24,6 +25,7 @@ from medusa_train.recipe.section import (
     Seed,
     Temperature,
     Text,
+    Timeout,
 )
 
 
@@ -91,9 +93,9 @@ class ServerSection(Section):
     """Base URLs, such as `http://host:8000/v1`. Requests go to the one with the most free slots."""
     model: Text | None = None
     """Name of the model at the servers; null asks them."""
-    concurrency: Count = 64
+    concurrency: Concurrency = 64
     """Requests at a time to each server."""
-    timeout: Positive = 600.0
+    timeout: Timeout = 600.0
     """Seconds after which a request is given up and made again."""
     max_retries: CountOrOff = 6
     """How often one request is made again before its prompt counts as failed."""

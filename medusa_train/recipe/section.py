@@ -6,7 +6,13 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from medusa_train.limits import MAX_BOOTSTRAP, MAX_SEED, MAX_TEMPERATURE
+from medusa_train.limits import (
+    MAX_BOOTSTRAP,
+    MAX_CONCURRENCY,
+    MAX_SEED,
+    MAX_TEMPERATURE,
+    MAX_TIMEOUT,
+)
 
 Text = Annotated[str, Field(min_length=1)]
 Count = Annotated[int, Field(ge=1)]
@@ -16,6 +22,8 @@ Temperature = Annotated[float, Field(ge=0.0, le=MAX_TEMPERATURE)]
 NumBootstrap = Annotated[int, Field(ge=1, le=MAX_BOOTSTRAP)]
 Probability = Annotated[float, Field(gt=0.0, le=1.0)]
 Positive = Annotated[float, Field(gt=0.0, allow_inf_nan=False)]
+Concurrency = Annotated[int, Field(ge=1, le=MAX_CONCURRENCY)]
+Timeout = Annotated[float, Field(gt=0.0, le=MAX_TIMEOUT)]
 Language = Annotated[str, Field(pattern="^[a-z]{2,3}$")]
 
 

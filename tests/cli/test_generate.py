@@ -250,6 +250,13 @@ def test_turns_are_asked_one_after_the_other(
             "error: --set data.distill.teacher_samples=2: data.distill.teacher_samples: "
             "excludes teacher_top_n; set one of them to null",
         ),
+        (
+            ["--set", "data.distill.server={urls: [http://h], concurrency: 10000, timeout: 1e12}"],
+            "error: --set data.distill.server={urls: [http://h], concurrency: 10000, timeout: "
+            "1e12}: data.distill.server.concurrency: must be at most 4096; got 10000\n"
+            "error: --set data.distill.server={urls: [http://h], concurrency: 10000, timeout: "
+            "1e12}: data.distill.server.timeout: must be at most 1000000; got 1000000000000.0",
+        ),
         (["--turns", "0"], "error: --set data.distill.turns=0: data.distill.turns: "
          "must be at least 1; got 0"),
         (

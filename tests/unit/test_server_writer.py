@@ -15,7 +15,7 @@ import pytest
 from medusa_train.data.chat import ChatTokenizer
 from medusa_train.distill import server_api, server_http
 from medusa_train.distill.sampling import Sampling
-from medusa_train.distill.server import ServerWriter
+from medusa_train.distill.server import MAX_BACKOFF, ServerWriter, longest_pause
 from medusa_train.distill.server_http import base_url
 from medusa_train.distill.writer import Answer, Failure, Stopping, Teacher, Writer
 from medusa_train.errors import InputError, MedusaTrainError
@@ -168,6 +168,7 @@ def test_a_fault_once_costs_a_try_and_nothing_else(
         ("500", server_http.SERVER_ERROR),
         ("429", server_http.SERVER_BUSY),
         ("hang", server_http.TIMEOUT),
+        ("drip", server_http.TIMEOUT),
         ("cut", server_http.LOST_CONNECTION),
         ("malformed", server_http.MALFORMED_ANSWER),
         ("no ids", server_http.MALFORMED_ANSWER),
@@ -177,14 +178,16 @@ def test_a_fault_once_costs_a_try_and_nothing_else(
         ("foreign ids", server_http.MALFORMED_ANSWER),
         ("huge ids", server_http.MALFORMED_ANSWER),
         ("half a character", server_http.MALFORMED_ANSWER),
+        ("echo", server_http.MALFORMED_ANSWER),
     ],
 )
 def test_a_lasting_fault_fails_that_prompt_with_its_reason(
     server: Server, make: Make, chat: ChatTokenizer, fault: str, reason: str
 ) -> None:
     one = server(faults={"metal": itertools.repeat(fault)})
-    writer = make(one, exact_ids=True, timeout=0.3 if fault == "hang" else 10.0)
-    metal, gas = ask_all(writer, chat, ["Name a metal.", "Name a gas."])
+    writer = make(one, exact_ids=True, timeout=0.3 if fault in {"hang", "drip"} else 10.0)
+    stopping = Stopping(chat.stop_ids, 12)
+    metal, gas = (ask(writer, chat, f"Name a {n}.", stopping=stopping) for n in ("metal", "gas"))
     assert isinstance(metal, Failure)
     assert metal.reason == reason
     assert metal.detail.endswith("(3 tries)")
@@ -202,6 +205,14 @@ def test_a_refused_prompt_is_not_tried_again(
     assert len(one.prompts) == 1
 
 
+def test_what_servers_say_is_one_line_that_no_terminal_obeys(
+    server: Server, make: Make, chat: ChatTokenizer
+) -> None:
+    one = server(faults={"metal": ["400"]}, said=": \x1b[31m\nred\x07")
+    detail = f"{one.url}: HTTP 400: scripted 400: [31m red"
+    assert ask(make(one), chat) == Failure(server_http.REFUSED, detail)
+
+
 @pytest.mark.parametrize("status", ["401", "403", "404"])
 def test_what_no_prompt_survives_is_an_input_error(
     server: Server, make: Make, chat: ChatTokenizer, status: str
@@ -209,6 +220,29 @@ def test_what_no_prompt_survives_is_an_input_error(
     writer = make(server(faults={"metal": [status]}))
     with pytest.raises(InputError, match=f"HTTP {status}"):
         ask(writer, chat)
+
+
+def test_a_redirect_is_an_input_error_that_says_where_to(
+    server: Server, make: Make, chat: ChatTokenizer
+) -> None:
+    writer = make(server(faults={"metal": ["302"]}))
+    with pytest.raises(InputError, match=r"redirects to 'http://login.example/'; give the"):
+        ask(writer, chat)
+
+
+def test_a_wait_of_no_time_is_no_reason_to_hurry(
+    server: Server, make: Make, chat: ChatTokenizer
+) -> None:
+    one = server(faults={"metal": ["429", "429"]}, retry_after="0")
+    writer = make(one, backoff=0.2)
+    begin = time.monotonic()
+    assert ask(writer, chat) == expected(one, chat)
+    assert time.monotonic() - begin >= 0.1 + 0.2
+
+
+def test_pauses_double_up_to_the_longest_one() -> None:
+    pauses = [longest_pause(0.5, num_failed=n) for n in (1, 2, 3, 7, 5000)]
+    assert pauses == [0.5, 1.0, 2.0, MAX_BACKOFF, MAX_BACKOFF]
 
 
 @pytest.mark.parametrize("as_date", [False, True])
@@ -245,7 +279,7 @@ def test_empty_answers_and_missing_ends(server: Server, make: Make, chat: ChatTo
 def test_requests_go_to_free_slots_and_never_beyond(
     server: Server, make: Make, chat: ChatTokenizer
 ) -> None:
-    slow, fast = server(delay=0.12), server(delay=0.02)
+    slow, fast = server(delay=1.0), server(delay=0.02)
     writer = make(slow, fast, concurrency=3)
     assert writer.num_workers == 6
     texts = [f"Name {n} metals." for n in range(60)]
@@ -340,6 +374,8 @@ def test_models_of_servers(server: Server, make: Make) -> None:
     assert make(two, model="b").identity()["model"] == "b"
     with pytest.raises(InputError, match=r"lists no model; say which one"):
         make(server(models=[]))
+    with pytest.raises(InputError, match=r"lists no model; say which one"):
+        make(server(models=[None]))
     with pytest.raises(InputError, match=r"The model `c` does not exist"):
         make(two, model="c")
     with pytest.raises(InputError, match=r"serve different models"):
@@ -407,11 +443,29 @@ def test_urls() -> None:
     url, auth = base_url("https://me:password@h/x/v1")
     assert url == "https://h/x"
     assert isinstance(auth, httpx.BasicAuth)
-    for bad in ("localhost:8000", "http://", "http://h?key=1", "ftp://h", "http://h:x"):
+    for bad in ("localhost:8000", "http://", "http://h?key=1", "ftp://h", "http://h:x",
+                "http://a..b", f"http://{'a' * 300}", "http://xn--a"):  # fmt: skip
         with pytest.raises(InputError):
             base_url(bad)
     with pytest.raises(InputError) as failure:
         base_url("ftp://me:password@h")
+    assert "password" not in str(failure.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("HTTP_PROXY", "foo://me:password@h"),
+        ("NO_PROXY", "[::x"),
+        ("SSL_CERT_FILE", "/not/there.pem"),
+    ],
+)
+def test_an_environment_that_makes_no_sense_is_named(
+    make: Make, monkeypatch: pytest.MonkeyPatch, name: str, value: str
+) -> None:
+    monkeypatch.setenv(name, value)
+    with pytest.raises(InputError, match="check HTTP_PROXY") as failure:
+        make("http://127.0.0.1:1")
     assert "password" not in str(failure.value)
 
 
@@ -549,7 +603,13 @@ def test_teacher_rows_are_the_most_likely_of_each_token(
 
 
 def test_teacher_rows_must_be_whole(server: Server, make: Make, chat: ChatTokenizer) -> None:
-    one = server(faults={"metal": ["few"], "gas": itertools.repeat("no end")})
+    one = server(
+        faults={
+            "metal": ["few"],
+            "gas": itertools.repeat("no end"),
+            "river": itertools.repeat("foreign logprobs"),
+        }
+    )
     writer = make(one, teacher=Teacher("top", 4))
     few = ask(writer, chat)
     assert isinstance(few, Failure)
@@ -557,6 +617,9 @@ def test_teacher_rows_must_be_whole(server: Server, make: Make, chat: ChatTokeni
     unended = ask(writer, chat, "Name a gas.")
     assert isinstance(unended, Failure)
     assert "no log-probabilities of the token that ended" in unended.detail
+    foreign = ask(writer, chat, "Name a river.")
+    assert isinstance(foreign, Failure)
+    assert "log-probabilities of token ids that are not in the base model's" in foreign.detail
 
 
 def test_teachers_that_servers_cannot_be(server: Server, make: Make) -> None:
