@@ -16,13 +16,17 @@ def read_json(path: Path) -> Any:
     """Read the JSON file ``path``.
 
     Raises:
-        InputError: the file is missing or is no JSON.
+        InputError: the file is missing, cannot be read or is no JSON.
     """
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise InputError(f"{path}: no such file") from error
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read: {error.strerror}") from error
+    except RecursionError as error:
+        raise InputError(f"{path}: not valid JSON: nested too deeply") from error
+    except ValueError as error:  # syntax, encoding, and numbers of thousands of digits
         raise InputError(f"{path}: not valid JSON: {error}") from error
 
 

@@ -190,10 +190,15 @@ def locked(directory: Path) -> Iterator[None]:
     """Hold the only lock on ``directory``; the kernel releases it when the process dies.
 
     Raises:
-        InputError: another process works in this directory.
+        InputError: another process works in this directory, or it cannot be written.
     """
     check_writable(directory)
-    with (directory / ".lock").open("w") as file:
+    path = directory / ".lock"
+    try:
+        opened = path.open("w")
+    except OSError as error:
+        raise InputError(f"{path}: cannot be written: {error.strerror}") from error
+    with opened as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:

@@ -272,7 +272,7 @@ def _chat(
         raise InputError(f"{data}: give the base model whose tokenizer is used with --base-model")
     try:
         variables = json.loads(chat_template_kwargs)
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):
         variables = None
     if not isinstance(variables, dict):
         raise InputError(

@@ -36,8 +36,8 @@ def merge(
     plans = [_plan(directory) for directory in directories]
     for directory, plan in zip(directories[1:], plans[1:], strict=True):
         check_same(
-            plans[0]["generation"],
-            plan["generation"],
+            plans[0],
+            plan,
             directory,
             advice=f"only shards of one generation can be merged, and {directories[0]} is of this",
         )

@@ -12,7 +12,7 @@ import json
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass
 from itertools import islice
@@ -96,7 +96,12 @@ def run_distill(
         plan = _plan(work, openings, base_model=base_model)
         if (output / MANIFEST_FILE).exists():
             manifest = read_manifest(output)
-            check_same(manifest.get("generation"), plan["generation"], output)
+            check_same(manifest, plan, output)
+            if shard is not None:
+                raise InputError(
+                    f"{output}: holds the whole of this generation, not "
+                    f"{_shard_name(asdict(shard))}; give another directory"
+                )
             if manifest["num_missing_units"]:
                 raise InputError(
                     f"{output}: holds what was merged before {manifest['num_missing_units']} of "
@@ -109,12 +114,32 @@ def run_distill(
                 return manifest
         if chat.has_template:
             chat.template.check_user_turn()
+        else:
+            _check_plain(settings)
         _announce(work, openings, plan)
         generation = _Generation(work, openings, plan=plan, shard=shard, output=output)
         generation.run()
         if shard is not None:
             return {**plan, **generation.shard_done(shard)}
         return _finish(output, plan, max_failed=max_failed)
+
+
+def _check_plain(settings: DistillSettings) -> None:
+    """Refuse what only chats have; a model without a template would do it silently without."""
+    wanted = [
+        name
+        for name, is_set in (
+            ("system_prompt", settings.system_prompt is not None),
+            ("turns", settings.turns > 1),
+            ("write_user_turns", settings.write_user_turns),
+        )
+        if is_set
+    ]
+    if wanted:
+        raise InputError(
+            f"data.distill.{wanted[0]}: is for chats, and the base model's tokenizer has no chat "
+            "template; give one (data.chat_template), or leave it out"
+        )
 
 
 def _finish(output: Path, plan: dict[str, Any], *, max_failed: float) -> dict[str, Any]:
@@ -201,7 +226,7 @@ class _Generation:
         path = self.output / WORK / PLAN_FILE
         if path.exists():
             known = read_plan(path)
-            check_same(known["generation"], plan["generation"], self.output)
+            check_same(known, plan, self.output)
             if known["shard"] != plan["shard"]:
                 raise InputError(
                     f"{self.output}: holds {_shard_name(known['shard'])} of this generation, not "
@@ -282,6 +307,7 @@ def _plan(work: Work, openings: Openings, *, base_model: str) -> dict[str, Any]:
         "base_model": base_model,
         "base_fingerprint": work.origin.base_fingerprint,
         "tokenizer_hash": chat.tokenizer_hash,
+        "stop_ids": sorted(chat.stop_ids),
         "chat_template_hash": chat.chat_template_hash,
         "chat_template_kwargs": chat.chat_template_kwargs,
         "source": " + ".join(openings.sizes),
@@ -338,16 +364,23 @@ def _is_identity(plan: dict[str, Any]) -> bool:
 
 
 def check_same(
-    known: Any,
-    mine: dict[str, Any],
+    known: Mapping[str, Any],
+    mine: Mapping[str, Any],
     output: Path,
     *,
     advice: str = "give another directory, or remove this one",
 ) -> None:
-    """Raise :class:`InputError` unless ``known`` is the identity of this very generation."""
-    if known == mine:
+    """Raise :class:`InputError` unless ``known`` is a plan of this very generation.
+
+    Older plans do not say where answers end.
+    """
+    before, now = known.get("generation"), mine["generation"]
+    old, new = _flat(before if isinstance(before, dict) else {}), _flat(now)
+    for name in ("tokenizer_hash", "stop_ids"):
+        if name in known and name in mine:
+            old[name], new[name] = known[name], mine[name]
+    if old == new:
         return
-    old, new = _flat(known if isinstance(known, dict) else {}), _flat(mine)
     names = sorted(name for name in {*old, *new} if old.get(name) != new.get(name))
     changed = ", ".join(f"{n} {old.get(n)!r} → {new.get(n)!r}" for n in names)
     raise InputError(f"{output}: holds another generation ({changed}); {advice}")

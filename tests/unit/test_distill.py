@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from medusa_train.distill.writer import Answer, Stopping
 from medusa_train.errors import InputError, MedusaTrainError
 from tests.distill_for_tests import distill, make_chat
 from tests.models_for_tests import ARCHITECTURES, make_base, make_model
-from tests.tokenizers_for_tests import END, VICUNA
+from tests.tokenizers_for_tests import END, VICUNA, make_tokenizer
 
 SETTINGS: dict[str, Any] = {
     "num_prompts": 20,
@@ -84,6 +85,18 @@ def test_finished_data_are_not_made_again(base: BaseModel, tmp_path: Path) -> No
     other = DistillSettings(**{**SETTINGS, "temperature": 0.5}, sources=settings.sources)
     with pytest.raises(InputError, match=r"holds another generation \(temperature 1.0 → 0.5\)"):
         distill(base, settings=other, output=tmp_path / "out")
+
+
+def test_another_tokenizer_or_end_is_another_generation(base: BaseModel, tmp_path: Path) -> None:
+    settings = DistillSettings(**SETTINGS, sources=_prompts_file(tmp_path))
+    distill(base, settings=settings, output=tmp_path / "out")
+    ends = replace(base, stop_ids=(1, *base.stop_ids))
+    with pytest.raises(InputError, match=r"holds another generation \(stop_ids \[4\] → \[1, 4\]"):
+        distill(ends, settings=settings, output=tmp_path / "out")
+    tokenizer = make_tokenizer()
+    tokenizer.add_tokens(["metal"])
+    with pytest.raises(InputError, match=r"holds another generation \(tokenizer_hash "):
+        distill(replace(base, tokenizer=tokenizer), settings=settings, output=tmp_path / "out")
 
 
 class _Interrupted(Exception):
@@ -162,6 +175,17 @@ def test_a_template_that_leaves_out_the_user_is_refused(tmp_path: Path) -> None:
     settings = DistillSettings(sources=(PromptSource("demo", None),), num_prompts=4)
     with pytest.raises(InputError, match=r"leaves out the text of a user turn"):
         distill(make_base(template=parts), settings=settings, output=tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    "changes", [{"system_prompt": "Be terse."}, {"turns": 2}, {"write_user_turns": True}]
+)
+def test_what_only_chats_have_is_refused_without_a_template(
+    tmp_path: Path, changes: dict[str, Any]
+) -> None:
+    settings = DistillSettings(**SETTINGS, **changes)
+    with pytest.raises(InputError, match=rf"data\.distill\.{next(iter(changes))}: is for chats"):
+        distill(make_base(template=None), settings=settings, output=tmp_path / "out")
 
 
 def test_system_prompt_goes_before_every_prompt(base: BaseModel, tmp_path: Path) -> None:

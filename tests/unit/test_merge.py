@@ -129,7 +129,9 @@ def test_nothing_finished_is_said(base: BaseModel, tmp_path: Path) -> None:
         merge([shard], tmp_path / "merged", allow_missing=True)
 
 
-@pytest.mark.parametrize("content", ["{}", "[]", '{"generation": 3}', "x"])
+@pytest.mark.parametrize(
+    "content", ["{}", "[]", '{"generation": 3}', "x", "[" * 100_000, "1" * 5000]
+)
 def test_a_damaged_plan_is_named(base: BaseModel, tmp_path: Path, content: str) -> None:
     settings = _settings(tmp_path)
     [shard] = _shards(base, tmp_path, settings, num=1)
@@ -158,3 +160,19 @@ def test_another_shard_in_the_same_directory_is_refused(base: BaseModel, tmp_pat
         distill(base, settings=settings, output=tmp_path / "x", shard=Shard(1, 2))
     with pytest.raises(InputError, match=r"not the whole"):
         distill(base, settings=settings, output=tmp_path / "x")
+
+
+def test_a_shard_of_what_is_whole_already_is_refused(base: BaseModel, tmp_path: Path) -> None:
+    settings = _settings(tmp_path)
+    distill(base, settings=settings, output=tmp_path / "x")
+    with pytest.raises(InputError, match=r"holds the whole of this generation, not shard 0/2"):
+        distill(base, settings=settings, output=tmp_path / "x", shard=Shard(0, 2))
+
+
+@pytest.mark.parametrize("name", ["manifest.json", ".lock", "generation/plan.json"])
+def test_directories_in_the_place_of_files_are_named(
+    base: BaseModel, tmp_path: Path, name: str
+) -> None:
+    (tmp_path / "x" / name).mkdir(parents=True)
+    with pytest.raises(InputError, match=rf"{name}: cannot be .*: Is a directory"):
+        distill(base, settings=_settings(tmp_path), output=tmp_path / "x")
