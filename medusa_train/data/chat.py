@@ -114,14 +114,16 @@ class ChatTokenizer:
         prepared = self.template.prepare(messages)
         return self._tokenise([self.template.render(prepared, prompt=True, tools=tools)])[0]
 
-    def render_prompt(self, messages: Sequence[Mapping[str, Any]]) -> tuple[list[int], str]:
+    def render_prompt(
+        self, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Any] | None = None
+    ) -> tuple[list[int], str]:
         """:meth:`encode_prompt`, and the text that the ids are of.
 
         Raises:
             TemplateRefusedError: the template raised an error.
             InputError: there is no template.
         """
-        text = self.template.render(self.template.prepare(messages), prompt=True)
+        text = self.template.render(self.template.prepare(messages), prompt=True, tools=tools)
         return self.encode_rendered(text), text
 
     def encode_rendered(self, text: str) -> list[int]:
@@ -187,7 +189,12 @@ class ChatTokenizer:
         spans = ((1, len(ids)),) if len(ids) > 1 else ()
         return EncodedRow(tuple(ids), spans, tuple(False for _ in spans))
 
-    def user_header(self, history: Sequence[Mapping[str, Any]] = ()) -> list[int]:
+    def user_header(
+        self,
+        history: Sequence[Mapping[str, Any]] = (),
+        *,
+        tools: Sequence[Any] | None = None,
+    ) -> list[int]:
         """The ids before the content of the user turn after ``history`` (Magpie's prompt).
 
         Without history, or after a system turn, it is the conversation's first user turn.
@@ -195,7 +202,7 @@ class ChatTokenizer:
         They are the longest common beginning of several rendered prompts, so that a token which
         would join the header's last space with the content's first word is left to the model.
         """
-        return common_prefix(self._probe_prompts(history))
+        return common_prefix(self._probe_prompts(history, tools))
 
     @cached_property
     def user_end_ids(self) -> list[int]:
@@ -284,8 +291,13 @@ class ChatTokenizer:
         end = max(start, len(common_prefix([full_ids, shorter])))
         return Turn(full_ids, start, end, False, retokenised, answer.num_messages)
 
-    def _probe_prompts(self, history: Sequence[Mapping[str, Any]]) -> list[list[int]]:
-        return [self.encode_prompt([*history, {"role": "user", "content": p}]) for p in PROBES]
+    def _probe_prompts(
+        self, history: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None = None
+    ) -> list[list[int]]:
+        return [
+            self.encode_prompt([*history, {"role": "user", "content": probe}], tools=tools)
+            for probe in PROBES
+        ]
 
 
 def _without_overlap(content: str, prompt_text: str) -> str:

@@ -16,7 +16,29 @@ from medusa_train.errors import InputError
 # Words that stand for any content when a template is probed. They begin with different letters,
 # so that the ids of a user header are the longest prefix that all of them share.
 PROBES = ("Hello there", "What is it", "Write a poem", "7 of them", "(so be it")
-_RENDER_ERRORS = (jinja2.TemplateError, TypeError, ValueError, KeyError)
+# A template is a program: what it does with turns that it was not written for can raise all this.
+_RENDER_ERRORS = (
+    jinja2.TemplateError,
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    RecursionError,
+    TypeError,
+    ValueError,
+)
+# What is said to the template with every conversation, or would change what it gives.
+_NO_VARIABLES = frozenset(
+    {
+        "add_generation_prompt",
+        "chat_template",
+        "continue_final_message",
+        "conversation",
+        "messages",
+        "return_assistant_tokens_mask",
+        "tokenize",
+        "tools",
+    }
+)
 
 
 class TemplateRefusedError(InputError):
@@ -32,7 +54,7 @@ class ChatTemplate:
         variables: variables for the template, the same for every conversation.
 
     Raises:
-        InputError: the template has a syntax error.
+        InputError: the template has a syntax error, or a variable has a name that is taken.
     """
 
     def __init__(
@@ -44,6 +66,12 @@ class ChatTemplate:
     ) -> None:
         self._tokenizer = tokenizer
         self._variables = dict(variables)
+        self._has_said_refusal = False
+        if taken := sorted(self._variables.keys() & _NO_VARIABLES):
+            raise InputError(
+                f"chat_template_kwargs: {taken[0]!r} is not a variable that can be given to a chat "
+                "template; remove it"
+            )
         self.text = text or _own_template(tokenizer)
         if self.text is not None:
             try:
@@ -133,6 +161,12 @@ class ChatTemplate:
                 "(data.chat_template)"
             )
 
+    def say_refusal(self, error: TemplateRefusedError) -> None:
+        """Say, once, why a prompt is refused; reports only count them."""
+        if not self._has_said_refusal:
+            self._has_said_refusal = True
+            warn(f"a prompt is {error}; further ones are counted")
+
     @cached_property
     def answer_end(self) -> str:
         """The text that the template puts after an answer's content."""
@@ -189,7 +223,7 @@ def _with_call_objects(message: Mapping[str, Any]) -> dict[str, Any]:
         if isinstance(arguments := function.get("arguments"), str):
             try:
                 function["arguments"] = json.loads(arguments)
-            except json.JSONDecodeError:
+            except (ValueError, RecursionError):
                 function["arguments"] = arguments
         changed.append({**call, "function": function} if function else dict(call))
     return {**message, "tool_calls": changed}

@@ -47,6 +47,7 @@ EMPTY_CONTENT = "an empty turn"
 NOT_TEXT = "a turn whose content is not text"
 NOT_A_ROW = "not a JSON object, list of turns or text"
 BROKEN_TEXT = "text that is not valid Unicode"
+BAD_CALLS = "tool calls or tools that are no list of objects"
 
 
 class RowRefusedError(Exception):
@@ -183,8 +184,8 @@ def _message(turn: Any, repairs: list[str]) -> dict[str, Any]:
     content = turn.get("value")
     content = turn.get("content") if content is None else content
     extra = {key: turn[key] for key in KEPT_KEYS if turn.get(key)}
-    if isinstance(extra.get("tool_calls"), str):
-        extra["tool_calls"] = _parsed(extra["tool_calls"], "tool calls")
+    if "tool_calls" in extra:
+        extra["tool_calls"] = _calls(extra["tool_calls"])
     if content is None and "tool_calls" in extra:
         content = ""
     text = _as_text(content, repairs)
@@ -192,7 +193,7 @@ def _message(turn: Any, repairs: list[str]) -> dict[str, Any]:
         raise RowRefusedError(EMPTY_CONTENT, role)
     _check_unicode(text)
     if extra:
-        _check_unicode(json.dumps(extra, ensure_ascii=False, default=str))
+        _check_json(extra)
     return {"role": role, "content": text, **extra}
 
 
@@ -228,6 +229,23 @@ def _check_unicode(text: str) -> None:
     except UnicodeEncodeError as error:
         # JSON can escape half of a surrogate pair, which no tokenizer takes.
         raise RowRefusedError(BROKEN_TEXT, f"character {error.start}") from error
+
+
+def _check_json(value: Any) -> None:
+    try:
+        text = json.dumps(value, ensure_ascii=False, default=str)
+    except RecursionError as error:
+        raise RowRefusedError(BAD_CALLS, "nested too deeply") from error
+    _check_unicode(text)
+
+
+def _calls(value: Any) -> list[Any]:
+    """Tool calls as templates read them; each may say its function, an object too."""
+    calls = _parsed(value, "tool calls") if isinstance(value, str) else value
+    is_list = isinstance(calls, list) and all(isinstance(call, Mapping) for call in calls)
+    if not is_list or not all(isinstance(call.get("function") or {}, Mapping) for call in calls):
+        raise RowRefusedError(BAD_CALLS, "tool calls")
+    return list(calls)
 
 
 def _from_first_user(messages: list[dict[str, Any]], repairs: list[str]) -> list[dict[str, Any]]:
@@ -291,10 +309,12 @@ def _later_turns(messages: list[dict[str, Any]], row: Any) -> tuple[dict[str, An
 def _tools_of(row: Any) -> tuple[Any, ...] | None:
     tools = row.get("tools") if isinstance(row, Mapping) else None
     if isinstance(tools, str):
-        tools = _parsed(tools, "tools")
-    if not isinstance(tools, list) or not tools:
+        tools = _parsed(tools, "tools") if tools.strip() else None
+    if not tools:
         return None
-    _check_unicode(json.dumps(tools, ensure_ascii=False, default=str))
+    _check_json(tools)
+    if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
+        raise RowRefusedError(BAD_CALLS, "tools")
     return tuple(tools)
 
 
@@ -302,5 +322,5 @@ def _parsed(value: str, what: str) -> Any:
     """JSON that a file keeps as text, since its structure varies."""
     try:
         return json.loads(value)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise RowRefusedError(NOT_TEXT, f"{what} that are not valid JSON") from error

@@ -89,7 +89,7 @@ class Dialogue:
             TemplateRefusedError: the template refuses the turns.
         """
         if self.messages:
-            ids, text = self.chat.render_prompt(self.messages)
+            ids, text = self.chat.render_prompt(self.messages, tools=self.opening.tools)
         elif self.opening.text is not None:
             ids, text = list(self.chat.encode_text(self.opening.text).input_ids), ""
         else:
@@ -157,7 +157,7 @@ class Dialogue:
             turns = [*self.messages, {"role": "assistant", "content": content}]
             try:
                 rendered = self.chat.template.render(
-                    self.chat.template.prepare(turns), prompt=False
+                    self.chat.template.prepare(turns), prompt=False, tools=self.opening.tools
                 )
             except TemplateRefusedError:
                 break

@@ -43,6 +43,7 @@ class Opening:
         messages: the turns before the first answer; None: the model writes them.
         later: the turns of the user after that, to be replayed.
         text: plain text that the model goes on with, for a model without a chat template.
+        tools: descriptions of tools that the template shows the model.
     """
 
     index: int
@@ -50,6 +51,7 @@ class Opening:
     messages: tuple[dict[str, Any], ...] | None = None
     later: tuple[dict[str, Any], ...] = ()
     text: str | None = None
+    tools: tuple[Any, ...] | None = None
 
 
 class Openings:
@@ -174,13 +176,14 @@ class _Stored:
         row = json.loads(self._file.readline())
         if not self._has_template:
             return Opening(index, source, text=row["text"])
-        return Opening(index, source, tuple(row["messages"]), tuple(row["later"]))
+        tools = None if row["tools"] is None else tuple(row["tools"])
+        return Opening(index, source, tuple(row["messages"]), tuple(row["later"]), tools=tools)
 
     def _line(self, row: Turns, where: str) -> bytes:
         value: dict[str, Any]
         if self._has_template:
             asked = ({"role": "user", "content": row.text},) if row.text is not None else ()
-            value = {"messages": [*row.messages, *asked], "later": row.later}
+            value = {"messages": [*row.messages, *asked], "later": row.later, "tools": row.tools}
         elif row.text is None:
             raise InputError(
                 f"{where}: holds chats, and the base model's tokenizer has no chat template; give "
@@ -188,7 +191,7 @@ class _Stored:
             )
         else:
             value = {"text": row.text}
-        return json.dumps(value).encode() + b"\n"
+        return json.dumps(value, default=str).encode() + b"\n"
 
 
 def _open(source: PromptSource, tally: Tally) -> tuple[Iterator[Turns], str, Any]:

@@ -135,10 +135,13 @@ class _UnitRun:
         for dialogue in dialogues:
             try:
                 dialogue.ask()
-            except TemplateRefusedError:
+            except TemplateRefusedError as error:
+                self.work.chat.template.say_refusal(error)
                 self._end(dialogue, filters.REFUSED_PROMPT)
                 continue
-            if limit is not None and len(dialogue.prompt_ids) >= limit:
+            if not dialogue.prompt_ids:
+                self._end(dialogue, filters.EMPTY_PROMPT)
+            elif limit is not None and len(dialogue.prompt_ids) >= limit:
                 self._end(dialogue, filters.LONG_PROMPT)
             else:
                 kept.append(dialogue)
@@ -161,7 +164,7 @@ class _UnitRun:
         """Those for which the model wrote a turn of the user."""
         if not dialogues:
             return []
-        headers = [self._user_turns.header(dialogue.messages) for dialogue in dialogues]
+        headers = [self._user_turns.header(d.messages, tools=d.opening.tools) for d in dialogues]
         limit = self.work.writer.max_length
         fitting = [limit is None or len(header) < limit for header in headers]
         for dialogue, fits in zip(dialogues, fitting, strict=True):

@@ -14,6 +14,7 @@ from medusa_train.data.chat import ChatTokenizer
 from medusa_train.distill import filters
 from medusa_train.distill.settings import DistillSettings
 from medusa_train.distill.writer import Answer, Stopping
+from medusa_train.errors import InputError
 
 
 class UserTurns:
@@ -24,14 +25,25 @@ class UserTurns:
         self.settings = settings
         self._headers: dict[str, list[int]] = {}
 
-    def header(self, history: Sequence[Mapping[str, Any]]) -> list[int]:
-        """The ids that the model is given to write the user turn after ``history``."""
+    def header(
+        self, history: Sequence[Mapping[str, Any]], *, tools: Sequence[Any] | None = None
+    ) -> list[int]:
+        """The ids that the model is given to write the user turn after ``history``.
+
+        Raises:
+            InputError: the template puts nothing before a conversation's first turn.
+        """
         if len(history) > 1:
-            return self.chat.user_header(history)
+            return self.chat.user_header(history, tools=tools)
         # The first turn's is the same for all.
         key = str(history[0]["content"]) if history else ""
         if key not in self._headers:
             self._headers[key] = self.chat.user_header(history)
+        if not self._headers[key]:
+            raise InputError(
+                "chat template: puts nothing before a user turn, so there is nothing that the "
+                "model could begin one after; give a file of prompts (data.distill.prompts)"
+            )
         return self._headers[key]
 
     def stopping(self, header_length: int) -> Stopping:

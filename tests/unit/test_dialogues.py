@@ -266,3 +266,45 @@ def test_failed_prompts_are_listed_and_asked_again(tmp_path: Path) -> None:
     assert manifest["num_failed"] == {}
     assert not (tmp_path / "out/failures.jsonl").exists()
     assert not (tmp_path / "out/generation").exists()
+
+
+def test_tools_of_a_prompt_are_shown_to_the_model(tmp_path: Path) -> None:
+    template = "{{ tools | tojson if tools else 'none' }}" + CHATML
+    path = tmp_path / "tools.jsonl"
+    turn = {"role": "user", "content": "Is it raining?"}
+    rows = [{"messages": [turn], "tools": [{"name": "weather"}]}, {"prompt": "Name a metal."}]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found, writer, _ = _scripted(
+        tmp_path,
+        template,
+        lambda _: "Zinc.<|im_end|>",
+        sources=(PromptSource("file", str(path)),),
+        write_user_turns=True,
+        turns=2,
+    )
+    begins = [text.partition("<s>")[0] for text in writer.asked]
+    assert begins == ['[{"name": "weather"}]', "none"] * 3
+    decode = writer.chat.tokenizer.decode
+    shown = [str(decode(list(row.input_ids))).partition("<s>")[0] for row in found]
+    assert shown == begins[:2]
+
+
+def test_the_first_refusal_of_a_template_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    template = (
+        "{% if 'metal' in messages[0].content %}{{ raise_exception('no metals') }}{% endif %}"
+    )
+    _, _, manifest = _scripted(
+        tmp_path,
+        template + CHATML,
+        lambda _: "Zinc.<|im_end|>",
+        sources=(
+            *_file(tmp_path, "Name a metal.", count=3),
+            PromptSource("demo", limit=1),
+        ),
+        turns=1,
+    )
+    assert manifest["num_dropped"] == {"prompt refused by the chat template": 3}
+    said = "warning: a prompt is refused by the chat template: no metals; further ones are counted"
+    assert capsys.readouterr().err.count(said) == 1

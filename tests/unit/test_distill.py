@@ -177,6 +177,29 @@ def test_a_template_that_leaves_out_the_user_is_refused(tmp_path: Path) -> None:
         distill(make_base(template=parts), settings=settings, output=tmp_path / "out")
 
 
+def test_a_template_without_a_user_header_writes_no_prompts(tmp_path: Path) -> None:
+    base = make_base(template="{% for message in messages %}{{ message.content }}{% endfor %}")
+    with pytest.raises(InputError, match="chat template: puts nothing before a user turn"):
+        distill(base, settings=DistillSettings(**SETTINGS), output=tmp_path / "out")
+
+
+def test_a_prompt_of_no_tokens_is_dropped(tmp_path: Path) -> None:
+    template = "{% if 'number 7' not in messages[0].content %}{{ messages[0].content }}{% endif %}"
+    path = tmp_path / "p.txt"
+    path.write_text("Name a metal.\nName number 7.\n")
+    settings = DistillSettings(
+        **{**SETTINGS, "num_prompts": None}, sources=(PromptSource("file", str(path)),)
+    )
+    manifest = distill(make_base(template=template), settings=settings, output=tmp_path / "out")
+    assert manifest["num_dropped"] == {"empty prompt": 1}
+
+
+@pytest.mark.parametrize("name", ["tools", "messages", "add_generation_prompt"])
+def test_variables_of_a_template_have_names_of_their_own(base: BaseModel, name: str) -> None:
+    with pytest.raises(InputError, match=rf"chat_template_kwargs: '{name}' is not a variable"):
+        make_chat(base, chat_template_kwargs={name: True})
+
+
 @pytest.mark.parametrize(
     "changes", [{"system_prompt": "Be terse."}, {"turns": 2}, {"write_user_turns": True}]
 )

@@ -193,6 +193,13 @@ def test_a_cut_answer_has_no_invented_end(tmp_path):
     assert row.id == whole.id
 
 
+def _call(calls):
+    """A row with an answer that holds tool calls."""
+    row = chat_row("Hi", "Teal.")
+    row["messages"][-1] |= {"tool_calls": calls}
+    return row
+
+
 @pytest.mark.parametrize(
     ("row", "reason"),
     [
@@ -211,6 +218,17 @@ def test_a_cut_answer_has_no_invented_end(tmp_path):
             "text that is not valid Unicode",
         ),
         ({**chat_row("Hi", "Teal."), "tools": ["\ud83d"]}, "text that is not valid Unicode"),
+        (_call(3), "tool calls or tools that are no list of objects"),
+        (_call({"name": "f"}), "tool calls or tools that are no list of objects"),
+        (_call(["f"]), "tool calls or tools that are no list of objects"),
+        (_call([{"function": "f"}]), "tool calls or tools that are no list of objects"),
+        (_call("[" * 100_000), "a turn whose content is not text"),
+        (_call("1" * 5000), "a turn whose content is not text"),
+        (
+            {**chat_row("Hi", "Teal."), "tools": {"name": "f"}},
+            "tool calls or tools that are no list of objects",
+        ),
+        ({**chat_row("Hi", "Teal."), "tools": "[" * 100_000}, "a turn whose content is not text"),
         ({"messages": [{"role": "assistant", "content": "Hi"}]}, "no user turn"),
         ({"messages": [{"content": "Hi"}]}, "unknown role"),
         ({"id": 1, "messages": None}, "no conversations, messages or text key"),
@@ -401,9 +419,31 @@ def test_files_that_cannot_be_read(tmp_path, name, message):
         load_conversations_file(tmp_path / name, make_chat())
 
 
+@pytest.mark.parametrize("arguments", ["[" * 100_000, "1" * 5000, "{", '{"a": 1}'])
+def test_arguments_of_calls_may_be_any_text(tmp_path, arguments):
+    row = _call([{"function": {"name": "f", "arguments": arguments}}])
+    rows, _ = load_conversations_file(write_lines(tmp_path / "x.jsonl", row), make_chat())
+    assert len(rows) == 1
+
+
+def test_no_tools_may_be_an_empty_text(tmp_path):
+    row = {**chat_row("Hi", "Teal."), "tools": ""}
+    rows, report = load_conversations_file(write_lines(tmp_path / "x.jsonl", row), make_chat())
+    assert (len(rows), report.num_dropped) == (1, 0)
+
+
 def test_tools_are_shown_to_the_model(tmp_path):
     template = "{{ tools | tojson if tools else '' }}" + CHATML_TOOLS
     chat = make_chat(template)
     row = {**chat_row("Hi", "Teal."), "tools": json.dumps([{"name": "weather"}])}
     [row], _ = load_conversations_file(write_lines(tmp_path / "x.jsonl", row), chat)
     assert chat.tokenizer.decode(row.input_ids).startswith('[{"name": "weather"}]<s>')
+
+
+@pytest.mark.parametrize("code", ["1 // 0", "[1][messages | length + 9].x", "messages.x()"])
+def test_a_template_may_fail_in_any_way(tmp_path, code):
+    template = CHATML_TOOLS + "{% if messages | length > 2 %}{{ " + code + " }}{% endif %}"
+    rows = [chat_row("Hi", "Teal."), chat_row("a", "b", "c", "d")]
+    path = write_lines(tmp_path / "x.jsonl", *rows)
+    rows, report = load_conversations_file(path, make_chat(template))
+    assert (len(rows), list(report.dropped)) == (1, ["refused by the chat template"])
