@@ -21,7 +21,7 @@ from typing import Annotated, Any
 import typer
 import typer.core
 
-from medusa_train.errors import INTERRUPTED, MedusaTrainError
+from medusa_train.errors import INTERRUPTED, InputError, MedusaTrainError
 
 WAIT_FOR_MAIN_SECONDS = 15.0
 
@@ -55,6 +55,7 @@ class ErrorGroup(typer.core.TyperGroup):
         """Run the command and exit: 0 done, 1 failed, 2 bad input, 130 interrupted."""
         keep_output_clean()
         try:
+            _check_launcher()
             code = super().main(args, prog_name, complete_var, False, windows_expand_args, **extra)
         except MedusaTrainError as error:
             print_errors(error)
@@ -154,10 +155,20 @@ def print_errors(error: MedusaTrainError) -> None:
         typer.echo(f"error: process {rank}: {line}" if rank else f"error: {line}", err=True)
 
 
-def _rank() -> int:
-    from medusa_train.console import process_index
+def _check_launcher() -> None:
+    """Refuse what no launcher sets; it is read in many places, and by libraries."""
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        text = os.environ.get(name, "0")
+        if not text.isdecimal():
+            raise InputError(
+                f"{name}: the environment says {text!r}, and launchers such as torchrun set whole "
+                "numbers; unset it"
+            )
 
-    return process_index()
+
+def _rank() -> int:
+    text = os.environ.get("RANK", "0")
+    return int(text) if text.isdecimal() else 0
 
 
 def _version(wanted: bool) -> None:

@@ -133,3 +133,7 @@ def _shard(text: str) -> tuple[int, int]:
 def main() -> None:
     """The console script."""
     app()
+
+
+if __name__ == "__main__":
+    main()

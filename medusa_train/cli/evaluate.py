@@ -327,3 +327,7 @@ def main() -> None:
     # Before anything of torch is loaded.
     use_large_pages()
     app()
+
+
+if __name__ == "__main__":
+    main()

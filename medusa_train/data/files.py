@@ -53,8 +53,7 @@ def iterate_rows(path: Path) -> Iterator[RawRow]:
             yield from _json_rows(path)
         case suffix:
             raise InputError(
-                f"{path}: unknown kind of file {suffix!r}; "
-                "give .jsonl, .json, .parquet or .txt (one document)"
+                f"{path}: unknown kind of file {suffix!r}; give .jsonl, .json, .parquet or .txt"
             )
 
 
