@@ -78,7 +78,7 @@ def test_the_values_of_joint_training_are_the_published_ones(path):
         assert (joint.lora.rank, joint.head_loss_weight, joint.head_lr_multiplier) == (
             32,
             0.05,
-            0.5,
+            0.15,
         )
         return
     assert (joint.lora.rank, joint.lora.alpha, joint.lora.dropout) == (32, 16.0, 0.05)
