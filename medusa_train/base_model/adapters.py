@@ -140,23 +140,6 @@ def adapters_off(model: PreTrainedModel) -> Iterator[None]:
             layer._disable_adapters = False
 
 
-@contextmanager
-def inputs_stay_in_half(model: PreTrainedModel) -> Iterator[None]:
-    """Inside the block, under autocast, adapters take their input as it is.
-
-    peft would widen it to the adapters' fp32 first, and autocast narrow it again at once: two
-    copies of each layer's input for the same numbers.
-    """
-    layers = _adapter_layers(model)
-    for layer in layers:
-        layer.cast_input_dtype_enabled = False
-    try:
-        yield
-    finally:
-        for layer in layers:
-            layer.cast_input_dtype_enabled = True
-
-
 def current_projection(model: PreTrainedModel) -> tuple[Tensor, Tensor | None]:
     """``lm_head`` with its adapter, if it has one: weight [V, D] with gradient, and bias [V].
 

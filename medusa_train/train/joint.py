@@ -9,8 +9,8 @@ Shapes: B · T tokens of a batch, N source positions, D hidden, V rows of ``lm_h
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from medusa_train.base_model.adapters import adapters_off, current_projection, inputs_stay_in_half
+from medusa_train.base_model.adapters import adapters_off, current_projection
 from medusa_train.base_model.features import LogitRule, hidden_states, output_projection
 from medusa_train.loss_memory import LossMemory
 from medusa_train.loss_targets import StoredTeacher, Teacher
@@ -197,18 +197,15 @@ def _states(model: PreTrainedModel, batch: Batch) -> Tensor:
     return states.flatten(0, 1)[batch["source_index"]]
 
 
-@contextmanager
-def _products_in_half(model: PreTrainedModel) -> Iterator[None]:
+def _products_in_half(model: PreTrainedModel) -> AbstractContextManager[object]:
     """Adapters are fp32 weights in layers of half the width, and compute as these do.
 
     With and without adapters it is the same, so that they change nothing while they are zero.
     """
     trained = {parameter.dtype for parameter in model.parameters() if parameter.requires_grad}
     if model.dtype != torch.bfloat16 or trained <= {torch.bfloat16}:
-        yield
-        return
-    with torch.autocast(model.device.type, torch.bfloat16), inputs_stay_in_half(model):
-        yield
+        return nullcontext()
+    return torch.autocast(model.device.type, torch.bfloat16)
 
 
 def _sum_dtype(states: Tensor) -> torch.dtype:

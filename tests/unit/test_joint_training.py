@@ -278,15 +278,10 @@ def test_adapters_of_fp32_compute_as_their_layers_do(
         )
     assert factors
     assert {module.weight.dtype for module in factors.values()} == {torch.float32}
-    taken: set[torch.dtype] = set()
-    for name in factors:
-        down = model.get_submodule(name.replace("lora_B", "lora_A"))
-        down.register_forward_pre_hook(lambda _module, inputs: taken.add(inputs[0].dtype))
     batch = trainer.collate([trainer.train_dataset[0]])
     pairs = trainer.module.count_pairs(batch["labels"])
     outputs = trainer.module(**batch, num_pairs=pairs)
     assert seen == dict.fromkeys(factors, dtype)
-    assert taken == {dtype}, "no wider copy of a layer's input is made"
     # Adapters that are zero still change nothing at all.
     assert outputs["base_loss_sum"].item() == pytest.approx(0.0, abs=1e-4)
     del workspace
