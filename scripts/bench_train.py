@@ -437,7 +437,7 @@ def _options() -> argparse.Namespace:
     )
     parser.add_argument("--model", default="models/SmolLM2-135M-Instruct")
     parser.add_argument("--data", type=Path, help="data set directory; none: generated")
-    parser.add_argument("--conversations", type=int, default=192)
+    parser.add_argument("--conversations", type=int, default=48)
     parser.add_argument("--held-out", type=int, default=24)
     parser.add_argument("--published-steps", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=3)

@@ -121,7 +121,6 @@ def _can_pack(layer: nn.Linear) -> bool:
     return (
         layer.weight.device.type == "cpu"
         and layer.weight.dtype == torch.bfloat16
-        and layer.weight.dim() == 2  # what DeepSpeed has sharded is not here whole
         and "forward" not in layer.__dict__
         and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
         and hasattr(torch.ops.mkldnn, "_linear_pointwise")

@@ -21,7 +21,6 @@ from torch.utils.data import Dataset
 from transformers import PreTrainedModel
 
 from medusa_train.base_model.features import output_projection
-from medusa_train.base_model.packed_linear import packed_linears
 from medusa_train.console import log, progress
 from medusa_train.data.conversations import Conversation
 from medusa_train.data.examples import valid_pairs
@@ -90,11 +89,7 @@ def build_cache(
     mine = plan[process_index::num_processes]
     missing = [shard for shard in mine if not (directory / shard.name).exists()]
     total, left = (sum(shard.num_positions for shard in shards) for shards in (mine, missing))
-    with (
-        freed_memory_kept(),
-        packed_linears(model, num_rows=MAX_BATCH_TOKENS),
-        progress("hidden states", total, done=total - left) as bar,
-    ):
+    with freed_memory_kept(), progress("hidden states", total, done=total - left) as bar:
         for shard in missing:
             rows = conversations[shard.first : shard.first + len(shard.offsets) - 1]
             tensors = _compute(model, rows, dtype=dtype, with_last=with_last)
