@@ -26,7 +26,7 @@ def quantise_rows(states: Tensor) -> tuple[Tensor, Tensor]:
     values = states.float()
     scales = values.abs().amax(dim=1) / STEPS
     # A row of zeros has the scale 0.
-    divisors = scales.clamp(min=torch.finfo(torch.float32).tiny)
+    divisors = scales.where(scales != 0, 1.0)
     steps = (values / divisors[:, None]).round_().clamp_(-STEPS, STEPS)
     return steps.nan_to_num_(nan=0.0).to(torch.int8), scales
 
