@@ -38,7 +38,9 @@ def is_main_process() -> bool:
 
 def process_index() -> int:
     """The rank of this process; 0 is the main one."""
-    return int(os.environ.get("RANK", "0"))
+    text = os.environ.get("RANK", "0")
+    # Anything else is no launcher's; the commands refuse it, and say so through here.
+    return int(text) if text.isdecimal() else 0
 
 
 def log(message: str) -> None:

@@ -167,8 +167,9 @@ def _check_launcher() -> None:
 
 
 def _rank() -> int:
-    text = os.environ.get("RANK", "0")
-    return int(text) if text.isdecimal() else 0
+    from medusa_train.console import process_index
+
+    return process_index()
 
 
 def _version(wanted: bool) -> None:

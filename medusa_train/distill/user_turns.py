@@ -33,7 +33,7 @@ class UserTurns:
         Raises:
             InputError: the template puts nothing before a conversation's first turn.
         """
-        if len(history) > 1:
+        if len(history) > 1 or tools:
             return self.chat.user_header(history, tools=tools)
         # The first turn's is the same for all.
         key = str(history[0]["content"]) if history else ""

@@ -26,7 +26,7 @@ def test_a_command_runs_as_a_module(module: str) -> None:
 
 
 @pytest.mark.parametrize("module", MODULES)
-@pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "LOCAL_RANK"])
+@pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"])
 def test_ranks_that_are_no_numbers_are_refused(module: str, name: str) -> None:
     done = _run(module, "--version", **{name: "x"})
     assert done.returncode == 2
